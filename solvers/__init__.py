@@ -1,0 +1,44 @@
+"""Integrate and differentiate fast-slow systems eps dx/dt = f(t, x, y), dy/dt = g(t, x, y)."""
+
+from solvers.explicit import RK4, Dopri5, Euler, Heun
+from solvers.gradients import Backprop, Checkpointed, Gradient
+from solvers.integrate import check_scheme, integrate, solve
+from solvers.method import Method, Step
+from solvers.multirate import MultirateEuler
+from solvers.registry import METHODS, method_by_name
+from solvers.solution import Solution, SolveError, Stats, Status
+from solvers.splitting import LieTrotter, Strang
+from solvers.stepping import AdaptiveSteps, FixedSteps, Steps
+from solvers.system import FastSlowSystem, FastTimeProblem, Part
+from solvers.torchdiffeq_adapter import TorchDiffEq
+
+__all__ = [
+    "METHODS",
+    "RK4",
+    "AdaptiveSteps",
+    "Backprop",
+    "Checkpointed",
+    "Dopri5",
+    "Euler",
+    "FastSlowSystem",
+    "FastTimeProblem",
+    "FixedSteps",
+    "Gradient",
+    "Heun",
+    "LieTrotter",
+    "Method",
+    "MultirateEuler",
+    "Part",
+    "Solution",
+    "SolveError",
+    "Stats",
+    "Status",
+    "Step",
+    "Steps",
+    "Strang",
+    "TorchDiffEq",
+    "check_scheme",
+    "integrate",
+    "method_by_name",
+    "solve",
+]

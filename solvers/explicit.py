@@ -1,0 +1,119 @@
+"""Explicit Runge-Kutta methods, as tableaus.
+
+Sources: Euler; Heun's second-order method; Kutta's classical method (1901); Dormand & Prince, J. Comput. Appl. Math. 6
+(1980) 19-26, RK5(4)7M. Notation of Hairer, Norsett & Wanner, Solving ODEs I, section II.1: nodes c, coefficients a, weights b.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from solvers.method import Method, Pair, Step
+from solvers.system import FastTimeProblem
+
+
+@dataclass(frozen=True)
+class Tableau:
+    """Butcher tableau; `error` holds b minus the embedded weights."""
+
+    nodes: tuple[float, ...]
+    coefficients: tuple[tuple[float, ...], ...]
+    weights: tuple[float, ...]
+    error: tuple[float, ...] | None = None
+
+
+def advance(state: Tensor, h: float, weights: tuple[float, ...], rates: list[Tensor]) -> Tensor:
+    """state + h sum_i weights_i rates_i; a lone weight 1 at h = 1 adds the rate itself, bit for bit."""
+    for weight, rate in zip(weights, rates, strict=False):
+        if weight:
+            state = state.add(rate, alpha=h * weight)
+    return state
+
+
+class ExplicitRungeKutta(Method):
+    """One step: stages k_i = rate(tau + c_i h, z + h sum_j a_ij k_j), then z + h sum_i b_i k_i."""
+
+    tableau: ClassVar[Tableau]
+
+    def step(
+        self, problem: FastTimeProblem, tau: float, h: float, x: Tensor, y: Tensor, rate: Pair | None = None
+    ) -> Step:
+        tableau = self.tableau
+        first = problem.rates(tau, x, y) if rate is None else rate
+        fast, slow = [first[0]], [first[1]]
+        for node, row in zip(tableau.nodes[1:], tableau.coefficients, strict=True):
+            stage = problem.rates(tau + node * h, advance(x, h, row, fast), advance(y, h, row, slow))
+            fast.append(stage[0])
+            slow.append(stage[1])
+        x_end, y_end = advance(x, h, tableau.weights, fast), advance(y, h, tableau.weights, slow)
+        error = None
+        if tableau.error is not None:
+            error = (_combine(h, tableau.error, fast), _combine(h, tableau.error, slow))
+        end_rate = (fast[-1], slow[-1]) if self.first_same_as_last else None
+        return Step(x_end, y_end, error, end_rate)
+
+
+def _combine(h: float, weights: tuple[float, ...], rates: list[Tensor]) -> Tensor:
+    terms = [(weight, rate) for weight, rate in zip(weights, rates, strict=True) if weight]
+    total = terms[0][1] * (h * terms[0][0])
+    for weight, rate in terms[1:]:
+        total = total.add(rate, alpha=h * weight)
+    return total
+
+
+class Euler(ExplicitRungeKutta):
+    """z + h k. One step of fast time 1 is the discrete block (mathematics, Proposition 1)."""
+
+    order = 1
+    tableau = Tableau(nodes=(0.0,), coefficients=(), weights=(1.0,))
+
+
+class Heun(ExplicitRungeKutta):
+    """Heun's second-order method with Euler embedded."""
+
+    order = 2
+    error_order = 1
+    tableau = Tableau(nodes=(0.0, 1.0), coefficients=((1.0,),), weights=(0.5, 0.5), error=(-0.5, 0.5))
+
+
+class RK4(ExplicitRungeKutta):
+    """The classical fourth-order method."""
+
+    order = 4
+    tableau = Tableau(
+        nodes=(0.0, 0.5, 0.5, 1.0),
+        coefficients=((0.5,), (0.0, 0.5), (0.0, 0.0, 1.0)),
+        weights=(1 / 6, 1 / 3, 1 / 3, 1 / 6),
+    )
+
+
+class Dopri5(ExplicitRungeKutta):
+    """Dormand and Prince's 5(4) pair; its last stage is the next step's first."""
+
+    order = 5
+    error_order = 4
+    first_same_as_last = True
+    tableau = Tableau(
+        nodes=(0.0, 1 / 5, 3 / 10, 4 / 5, 8 / 9, 1.0, 1.0),
+        coefficients=(
+            (1 / 5,),
+            (3 / 40, 9 / 40),
+            (44 / 45, -56 / 15, 32 / 9),
+            (19372 / 6561, -25360 / 2187, 64448 / 6561, -212 / 729),
+            (9017 / 3168, -355 / 33, 46732 / 5247, 49 / 176, -5103 / 18656),
+            (35 / 384, 0.0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84),
+        ),
+        weights=(35 / 384, 0.0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84, 0.0),
+        error=(
+            71 / 57600,
+            0.0,
+            -71 / 16695,
+            71 / 1920,
+            -17253 / 339200,
+            22 / 525,
+            -1 / 40,
+        ),
+    )

@@ -1,0 +1,243 @@
+"""`solve`, over slow time, and `integrate`, the same over fast time (which the model's layers use)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, takewhile
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from solvers.gradients import Backprop, Gradient
+from solvers.method import Method
+from solvers.solution import Solution, SolveError, Status
+from solvers.stepping import DEFAULT_MAX_STEPS, AdaptiveSteps, FixedSteps, March, Steps, Trajectory
+from solvers.system import FastSlowSystem, FastTimeProblem
+from solvers.torchdiffeq_adapter import TorchDiffEq
+
+
+def solve(
+    system: FastSlowSystem,
+    x0: Tensor,
+    y0: Tensor,
+    *,
+    t0: float = 0.0,
+    t1: float,
+    method: Method | TorchDiffEq,
+    steps: Steps,
+    gradient: Gradient | None = None,
+    save_at: Sequence[float] | Tensor | None = None,
+    max_steps: int = DEFAULT_MAX_STEPS,
+    raise_on_failure: bool = True,
+) -> Solution:
+    """Integrates eps dx/dt = f, dy/dt = g from t0 to t1 (slow time; t1 < t0 integrates backwards).
+
+    Args:
+        x0, y0: floating-point states of any shape, on one device.
+        method: for instance `Euler()`, `Dopri5()` or `TorchDiffEq("dopri5")`.
+        steps: `FixedSteps(n)` or `AdaptiveSteps(rtol, atol)`; error control needs a method with an error estimate.
+        gradient: `Backprop()` (the default) or `Checkpointed()`.
+        save_at: (N,) slow times in the direction of integration, within [t0, t1]; None saves t1 alone. Between steps the
+            state is interpolated (cubic Hermite; torchdiffeq's adaptive solvers by their own interpolants).
+        max_steps: attempted steps after which the solve fails.
+        raise_on_failure: raise `SolveError`, or return the solution with its `status`.
+
+    Returns the states at the saved times. Gradients flow to x0, y0, the system's parameters and a tensor epsilon.
+    Raises TypeError or ValueError, before any work, for arguments that do not fit together.
+    """
+    t0, t1 = _time("t0", t0), _time("t1", t1)
+    epsilon = check_problem(system, x0, y0, method, steps, gradient, max_steps)
+    times = _save_times(save_at, t0, t1)
+    problem = FastTimeProblem.over_slow_time(system, t0)
+    fast_span = (t1 - t0) / epsilon
+    if not math.isfinite(fast_span):
+        raise ValueError(f"t0={t0!r} and t1={t1!r} are too far apart at epsilon={epsilon!r}")
+    taus = tuple(fast_span if t == t1 else (t - t0) / epsilon for t in times)
+    trajectory = _run(problem, method, steps.rescaled(epsilon), fast_span, gradient, taus, max_steps, x0, y0)
+    return _solution(problem, trajectory, times, t0, epsilon, method, raise_on_failure)
+
+
+def integrate(
+    system: FastSlowSystem,
+    x0: Tensor,
+    y0: Tensor,
+    *,
+    span: float,
+    method: Method | TorchDiffEq,
+    steps: Steps,
+    gradient: Gradient | None = None,
+    max_steps: int = DEFAULT_MAX_STEPS,
+) -> tuple[Tensor, Tensor]:
+    """(x, y) after the fast time `span`: dx/dtau = f, dy/dtau = eps g. Step bounds in `steps` are fast times.
+
+    With equal steps nothing is read on the host, except a tensor epsilon, once. Raises `SolveError` where error control
+    fails or max_steps is reached, and TypeError or ValueError as `solve` does.
+    """
+    span = _time("span", span)
+    epsilon = check_problem(system, x0, y0, method, steps, gradient, max_steps)
+    problem = FastTimeProblem.over_fast_time(system)
+    trajectory = _run(problem, method, steps, span, gradient, (), max_steps, x0, y0)
+    if trajectory.status is not Status.SUCCESS:
+        _solution(problem, trajectory, (), 0.0, epsilon, method, raise_on_failure=True)
+    return trajectory.x, trajectory.y
+
+
+def check_problem(
+    system: FastSlowSystem,
+    x0: Tensor,
+    y0: Tensor,
+    method: Method | TorchDiffEq,
+    steps: Steps,
+    gradient: Gradient | None,
+    max_steps: int,
+) -> float:
+    """Validates a solve's arguments together; returns epsilon's value."""
+    if not isinstance(system, FastSlowSystem):
+        raise TypeError(f"system must be a FastSlowSystem, got {type(system).__name__}")
+    for name, state in (("x0", x0), ("y0", y0)):
+        if not isinstance(state, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {state!r}")
+        if not (state.is_floating_point() or state.is_complex()):
+            raise TypeError(f"{name} must be a floating-point or complex tensor, got {state.dtype}")
+    if x0.device != y0.device:
+        raise ValueError(f"x0 and y0 must be on one device, got {x0.device} and {y0.device}")
+    if not isinstance(max_steps, int) or isinstance(max_steps, bool):
+        raise TypeError(f"max_steps must be an int, got {max_steps!r}")
+    if max_steps < 1:
+        raise ValueError(f"max_steps must be at least 1, got {max_steps}")
+    check_scheme(method, steps, gradient)
+    if isinstance(method, TorchDiffEq) and x0.dtype != y0.dtype:
+        raise ValueError(f"{method!r} needs x0 and y0 of one dtype, got {x0.dtype} and {y0.dtype}")
+    epsilon = system.epsilon
+    if not isinstance(epsilon, Real | Tensor) or isinstance(epsilon, bool):
+        raise TypeError(f"epsilon must be a number or a scalar tensor, got {epsilon!r}")
+    if isinstance(epsilon, Tensor) and epsilon.numel() != 1:
+        raise ValueError(f"epsilon must be a scalar, got a tensor of shape {tuple(epsilon.shape)}")
+    value = float(epsilon.detach()) if isinstance(epsilon, Tensor) else float(epsilon)
+    if not 0 < value <= 1:
+        raise ValueError(f"epsilon must satisfy 0 < epsilon <= 1, got {value!r}")
+    return value
+
+
+def check_scheme(method: Method | TorchDiffEq, steps: Steps, gradient: Gradient | None) -> None:
+    """Refuses by name what does not fit together: a method, its steps and its gradient."""
+    if not isinstance(method, Method | TorchDiffEq):
+        raise TypeError(f"method must be a method such as Euler(), got {method!r}")
+    if not isinstance(steps, FixedSteps | AdaptiveSteps):
+        raise TypeError(f"steps must be FixedSteps(n) or AdaptiveSteps(rtol, atol), got {steps!r}")
+    if gradient is not None and not isinstance(gradient, Gradient):
+        raise TypeError(f"gradient must be Backprop() or Checkpointed(), got {gradient!r}")
+    if isinstance(method, TorchDiffEq):
+        method.check(steps, gradient)
+    elif isinstance(steps, AdaptiveSteps) and method.error_order is None:
+        raise ValueError(
+            f"{method!r} has no error estimate, so it takes FixedSteps(n); for AdaptiveSteps use Heun(), Dopri5() "
+            "or TorchDiffEq('dopri5')"
+        )
+
+
+def _run(
+    problem: FastTimeProblem,
+    method: Method | TorchDiffEq,
+    steps: Steps,
+    span: float,
+    gradient: Gradient | None,
+    taus: tuple[float, ...],
+    max_steps: int,
+    x0: Tensor,
+    y0: Tensor,
+) -> Trajectory:
+    if isinstance(method, TorchDiffEq):
+        return method.run(problem, steps, span, taus, max_steps, x0, y0)
+    return March(problem, method, steps, span, gradient or Backprop(), taus, max_steps).run(x0, y0)
+
+
+def _time(name: str, value: object) -> float:
+    """A finite time given as a number, or as a scalar tensor to which no gradient is asked for."""
+    scalar = isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()
+    if not (isinstance(value, Real) or scalar) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise ValueError(f"{name} must not require grad: no gradient flows to times, got {value!r}")
+    number = float(value)  # type: ignore[arg-type]
+    if not -math.inf < number < math.inf:  # torch.compile may hold the number as a symbol, which has no isfinite
+        raise ValueError(f"{name} must be finite, got {value!r}")
+    return number
+
+
+def _save_times(save_at: Sequence[float] | Tensor | None, t0: float, t1: float) -> tuple[float, ...]:
+    if save_at is None:
+        return (t1,)
+    if isinstance(save_at, Tensor):
+        if save_at.ndim != 1 or save_at.requires_grad:
+            raise ValueError(f"save_at must be 1-dimensional and without gradient, got {save_at!r}")
+        save_at = save_at.tolist()
+    if not isinstance(save_at, Iterable):
+        raise TypeError(f"save_at must be a sequence of times, got {save_at!r}")
+    times = tuple(_time("save_at", t) for t in save_at)
+    low, high = min(t0, t1), max(t0, t1)
+    if not times:
+        raise ValueError("save_at must name at least one time")
+    for t in times:
+        if not low <= t <= high:
+            raise ValueError(f"save_at holds {t!r}, outside [{low!r}, {high!r}]")
+    sign = 1 if t1 >= t0 else -1
+    if any(sign * (later - earlier) < 0 for earlier, later in pairwise(times)):
+        raise ValueError(f"save_at must follow the direction of integration, from {t0!r} to {t1!r}")
+    return times
+
+
+def _solution(
+    problem: FastTimeProblem,
+    trajectory: Trajectory,
+    times: tuple[float, ...],
+    t0: float,
+    epsilon: float,
+    method: Method | TorchDiffEq,
+    raise_on_failure: bool,
+) -> Solution:
+    saved = trajectory.saved
+    status = trajectory.status
+    where = f"at slow time t = {t0 + epsilon * trajectory.tau:.6g}"
+    if status is Status.SUCCESS and not torch.compiler.is_compiling() and not _finite(trajectory.x, trajectory.y):
+        # Equal steps are not watched on the way, so the time is known to the resolution of save_at.
+        status = Status.NON_FINITE
+        saved = list(takewhile(lambda state: _finite(*state), saved))
+        before, by = (
+            (times[len(saved) - 1] if saved else t0),
+            (*times, t0 + epsilon * trajectory.tau)[len(saved)],
+        )
+        where = f"between slow times t = {before:.6g} and t = {by:.6g}"
+    message = "" if status is Status.SUCCESS else _message(status, where, method, problem)
+    solution = Solution(
+        ts=torch.tensor(times[: len(saved)], dtype=torch.float64, device=trajectory.x.device),
+        xs=torch.stack([x for x, _ in saved]) if saved else trajectory.x.new_empty((0, *trajectory.x.shape)),
+        ys=torch.stack([y for _, y in saved]) if saved else trajectory.y.new_empty((0, *trajectory.y.shape)),
+        stats=problem.stats,
+        status=status,
+        message=message,
+    )
+    if message and raise_on_failure:
+        raise SolveError(solution)
+    return solution
+
+
+def _finite(x: Tensor, y: Tensor) -> bool:
+    return bool(torch.isfinite(x).all() & torch.isfinite(y).all())
+
+
+_ADVICE = {
+    Status.NON_FINITE: "the field returned inf or nan, or the steps were unstable: check the field there, or take smaller steps",
+    Status.STEP_UNDERFLOW: "loosen rtol and atol, or lower min_step; a stiff fast subsystem needs a stiff method",
+    Status.STEP_LIMIT: "raise max_steps, loosen the tolerances, or take a method made for stiff systems",
+}
+
+
+def _message(status: Status, where: str, method: Method | TorchDiffEq, problem: FastTimeProblem) -> str:
+    stats = problem.stats
+    return (
+        f"{status.value} {where} with {method!r} after {stats.accepted} accepted and "
+        f"{stats.rejected} rejected steps: {_ADVICE[status]}"
+    )

@@ -1,0 +1,30 @@
+"""Methods by the names that configs and the command line use."""
+
+from __future__ import annotations
+
+from solvers.explicit import RK4, Dopri5, Euler, Heun
+from solvers.method import Method
+from solvers.multirate import MultirateEuler
+from solvers.splitting import LieTrotter, Strang
+from solvers.torchdiffeq_adapter import TorchDiffEq
+
+METHODS: dict[str, type[Method]] = {
+    "euler": Euler,
+    "heun": Heun,
+    "rk4": RK4,
+    "dopri5": Dopri5,
+    "lie": LieTrotter,
+    "strang": Strang,
+}
+
+
+def method_by_name(name: str) -> Method | TorchDiffEq:
+    """The method of that name: one of METHODS, "multirate_euler:M" (M micro-steps) or "torchdiffeq:NAME". Raises ValueError."""
+    kind, _, argument = name.partition(":")
+    if kind == "torchdiffeq" and argument:
+        return TorchDiffEq(argument)
+    if kind == "multirate_euler" and argument.isdecimal():
+        return MultirateEuler(int(argument))
+    if name in METHODS:
+        return METHODS[name]()
+    raise ValueError(f"unknown method {name!r}; known: {', '.join(METHODS)}, multirate_euler:M, torchdiffeq:NAME")

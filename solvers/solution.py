@@ -1,0 +1,62 @@
+"""What a solve returns."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+class Status(enum.Enum):
+    """How a solve ended."""
+
+    SUCCESS = "success"
+    NON_FINITE = "non-finite state or field"
+    STEP_UNDERFLOW = "step size below the smallest allowed"
+    STEP_LIMIT = "step limit reached"
+
+
+@dataclass
+class Stats:
+    """Work done by the forward solve. An evaluation of a batch counts once."""
+
+    steps: int = 0
+    """Attempted steps."""
+    accepted: int = 0
+    rejected: int = 0
+    fast_evaluations: int = 0
+    """Evaluations of f."""
+    slow_evaluations: int = 0
+    """Evaluations of g."""
+    jacobian_products: int = 0
+    linear_iterations: int = 0
+
+
+@dataclass
+class Solution:
+    """States at the saved times.
+
+    Attributes:
+        ts: (N,) slow times, float64.
+        xs: (N, *x0.shape) fast states.
+        ys: (N, *y0.shape) slow states.
+        stats: the work done.
+        status: how the solve ended; on a failure only the times reached are here.
+        message: what failed, where (slow time) and what to try; empty on success.
+    """
+
+    ts: Tensor
+    xs: Tensor
+    ys: Tensor
+    stats: Stats
+    status: Status = Status.SUCCESS
+    message: str = ""
+
+
+class SolveError(RuntimeError):
+    """A solve failed and `raise_on_failure` was set. `solution` holds what was reached."""
+
+    def __init__(self, solution: Solution) -> None:
+        super().__init__(solution.message)
+        self.solution = solution

@@ -1,0 +1,312 @@
+"""The one time loop, and how its steps are chosen.
+
+Time inside is fast time measured from the start of the solve, held in Python floats (float64), so that a unit step is
+exactly 1 and the last step ends exactly at the end. A fixed-step loop never reads a tensor on the host; an adaptive one
+reads once per attempted step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from solvers.gradients import Backprop, Gradient
+from solvers.method import Method, Pair, Step
+from solvers.solution import Status
+from solvers.system import FastTimeProblem
+
+DEFAULT_MAX_STEPS = 100_000
+
+
+def _check_number(name: str, value: object, *, positive: bool, finite: bool = True) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (value > 0 if positive else value >= 0) or (finite and value == math.inf):
+        allowed = f"{'> 0' if positive else '>= 0'}{' and finite' if finite else ''}"
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class FixedSteps:
+    """`n` equal steps over the span. Raises ValueError for n < 1."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.n, int) or isinstance(self.n, bool):
+            raise TypeError(f"FixedSteps needs an int, got n={self.n!r}")
+        if self.n < 1:
+            raise ValueError(f"FixedSteps needs n >= 1, got n={self.n}")
+
+    def rescaled(self, factor: float) -> FixedSteps:
+        """The same steps in a unit of time `factor` times as long: there is nothing to convert."""
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveSteps:
+    """Error control: a step is accepted when its estimated error is within atol + rtol |state|.
+
+    The error is the larger of the root-mean-square norms of the x part and of the y part; the controller is the PI
+    controller of Hairer & Wanner, Solving ODEs II, section IV.2, with safety factor 0.9. A step size changes by a factor
+    within [0.2, 5] after an accepted step and [0.1, 0.9] after a rejected one, and does not grow right after a rejection.
+
+    Args:
+        rtol, atol: tolerances, > 0 and >= 0.
+        first_step, min_step, max_step: in the solve's unit of time (slow time in `solve`); first_step None estimates it.
+            The last step may be shorter than min_step.
+    """
+
+    rtol: float
+    atol: float
+    first_step: float | None = None
+    min_step: float = 0.0
+    max_step: float = math.inf
+
+    def __post_init__(self) -> None:
+        _check_number("rtol", self.rtol, positive=True)
+        _check_number("atol", self.atol, positive=False)
+        _check_number("min_step", self.min_step, positive=False)
+        _check_number("max_step", self.max_step, positive=True, finite=False)
+        if self.first_step is not None:
+            _check_number("first_step", self.first_step, positive=True)
+        if self.min_step > self.max_step:
+            raise ValueError(f"min_step={self.min_step} must not exceed max_step={self.max_step}")
+
+    def rescaled(self, factor: float) -> AdaptiveSteps:
+        """The same step bounds in a unit of time `factor` times as long."""
+        first = None if self.first_step is None else self.first_step / factor
+        return replace(self, first_step=first, min_step=self.min_step / factor, max_step=self.max_step / factor)
+
+
+Steps = FixedSteps | AdaptiveSteps
+
+
+@dataclass
+class Trajectory:
+    """The end state, the states at the save times that were reached, and how the loop ended (tau: fast time)."""
+
+    x: Tensor
+    y: Tensor
+    saved: list[Pair] = field(default_factory=list)
+    status: Status = Status.SUCCESS
+    tau: float = 0.0
+
+
+@dataclass
+class March:
+    """One solve's loop over the fast times [0, span], span of either sign."""
+
+    problem: FastTimeProblem
+    method: Method
+    steps: Steps
+    span: float
+    gradient: Gradient = field(default_factory=Backprop)
+    save_taus: tuple[float, ...] = ()
+    max_steps: int = DEFAULT_MAX_STEPS
+
+    def run(self, x: Tensor, y: Tensor) -> Trajectory:
+        """Integrates from (x, y). A non-finite state shows in the fixed-step result itself, without a host read."""
+        trajectory = Trajectory(x, y)
+        self._save_start(trajectory)
+        if self.span == 0:
+            return trajectory
+        if isinstance(self.steps, FixedSteps):
+            self._run_fixed(trajectory, self.steps.n)
+        else:
+            self._run_adaptive(trajectory, self.steps)
+        self.problem.counting = False
+        return trajectory
+
+    def _run_fixed(self, trajectory: Trajectory, n: int) -> None:
+        step_function = self.gradient.wrap(self.method.step)
+        h, rate = self.span / n, None
+        stats = self.problem.stats
+        for i in range(n):
+            if i == self.max_steps:
+                trajectory.status = Status.STEP_LIMIT
+                return
+            tau = trajectory.tau
+            tau_end = self.span if i == n - 1 else self.span * ((i + 1) / n)
+            step = step_function(self.problem, tau, h, trajectory.x, trajectory.y, rate)
+            stats.steps += 1
+            stats.accepted += 1
+            rate = self._accept(trajectory, tau_end, step, rate)
+
+    def _run_adaptive(self, trajectory: Trajectory, steps: AdaptiveSteps) -> None:
+        assert self.method.error_order is not None
+        step_function = self.gradient.wrap(self.method.step)
+        stats, direction = self.problem.stats, math.copysign(1.0, self.span)
+        rate: Pair | None = None
+        if steps.first_step is None:
+            guess = initial_step(self.problem, self.method, steps, trajectory.x, trajectory.y, self.span)
+            if math.isnan(guess):
+                trajectory.status = Status.NON_FINITE
+                return
+        else:
+            guess = steps.first_step
+        size = min(max(guess, steps.min_step), steps.max_step)
+        controller = PIController(self.method.error_order)
+        while trajectory.tau != self.span:
+            if stats.steps == self.max_steps:
+                trajectory.status = Status.STEP_LIMIT
+                return
+            tau, remaining = trajectory.tau, abs(self.span - trajectory.tau)
+            last = size >= remaining * (1 - 1e-12)
+            taken = remaining if last else size
+            if tau + direction * taken == tau:
+                trajectory.status = Status.STEP_UNDERFLOW
+                return
+            step = step_function(self.problem, tau, direction * taken, trajectory.x, trajectory.y, rate)
+            stats.steps += 1
+            ratio = error_ratio(step, trajectory.x, trajectory.y, steps)
+            if ratio <= 1:
+                stats.accepted += 1
+                rate = self._accept(trajectory, self.span if last else tau + direction * taken, step, rate)
+                size = min(max(taken * controller.after_acceptance(ratio), steps.min_step), steps.max_step)
+                continue
+            stats.rejected += 1
+            if taken <= steps.min_step or taken < 1e-14 * abs(self.span):
+                trajectory.status = Status.STEP_UNDERFLOW if _is_finite(step) else Status.NON_FINITE
+                return
+            size = max(taken * controller.after_rejection(ratio), steps.min_step)
+
+    def _accept(self, trajectory: Trajectory, tau_end: float, step: Step, rate: Pair | None) -> Pair | None:
+        """Moves to the step's end, saving what lies in between; returns the rate at the end where the method knows it."""
+        tau, direction = trajectory.tau, math.copysign(1.0, self.span)
+        start_rate, end_rate = rate, step.end_rate
+        rates = self.gradient.wrap(self.problem.rates)
+        while len(trajectory.saved) < len(self.save_taus):
+            save_tau = self.save_taus[len(trajectory.saved)]
+            if direction * (save_tau - tau_end) > 0:
+                break
+            if save_tau == tau_end:
+                trajectory.saved.append((step.x, step.y))
+                continue
+            if start_rate is None:
+                start_rate = rates(tau, trajectory.x, trajectory.y)
+            if end_rate is None:
+                end_rate = rates(tau_end, step.x, step.y)
+            h = tau_end - tau
+            theta = (save_tau - tau) / h
+            trajectory.saved.append(
+                (
+                    hermite(theta, h, trajectory.x, step.x, start_rate[0], end_rate[0]),
+                    hermite(theta, h, trajectory.y, step.y, start_rate[1], end_rate[1]),
+                )
+            )
+        trajectory.x, trajectory.y, trajectory.tau = step.x, step.y, tau_end
+        return end_rate
+
+    def _save_start(self, trajectory: Trajectory) -> None:
+        for _ in _leading_zeros(self.save_taus):
+            trajectory.saved.append((trajectory.x, trajectory.y))
+
+
+def _leading_zeros(taus: tuple[float, ...]) -> Iterator[float]:
+    for tau in taus:
+        if tau != 0:
+            return
+        yield tau
+
+
+def hermite(theta: float, h: float, start: Tensor, end: Tensor, start_rate: Tensor, end_rate: Tensor) -> Tensor:
+    """Cubic Hermite interpolation at the fraction theta of a step h: error O(h^4), continuous in its first derivative."""
+    b = theta * theta * (3 - 2 * theta)
+    return (
+        start
+        + b * (end - start)
+        + (h * theta * (1 - theta) ** 2) * start_rate
+        + (h * theta * theta * (theta - 1)) * end_rate
+    )
+
+
+@dataclass
+class PIController:
+    """Step-size factor of Hairer & Wanner's PI controller, for an embedded solution of order `error_order`."""
+
+    error_order: int
+    previous_ratio: float = 1.0
+    just_rejected: bool = False
+
+    def after_acceptance(self, ratio: float) -> float:
+        exponent = 1 / (self.error_order + 1)
+        clipped = max(ratio, 1e-10)
+        factor = 0.9 * clipped ** (-0.7 * exponent) * self.previous_ratio ** (0.4 * exponent)
+        factor = min(max(factor, 0.2), 1.0 if self.just_rejected else 5.0)
+        self.previous_ratio, self.just_rejected = max(ratio, 1e-4), False
+        return factor
+
+    def after_rejection(self, ratio: float) -> float:
+        self.just_rejected = True
+        if not math.isfinite(ratio):
+            return 0.1
+        return max(0.9 * ratio ** (-1 / (self.error_order + 1)), 0.1)
+
+
+def _scaled_norm(error: Tensor, scale: Tensor) -> Tensor:
+    """Root mean square of error / scale, an error of 0 being 0 even at scale 0; 0 for an empty state."""
+    if error.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=error.device)
+    return torch.where(error == 0, 0, error.abs() / scale).square().mean().sqrt().double()
+
+
+def _scale(steps: AdaptiveSteps, *states: Tensor) -> Tensor:
+    size = states[0].abs()
+    for state in states[1:]:
+        size = torch.maximum(size, state.abs())
+    return steps.atol + steps.rtol * size
+
+
+@torch.no_grad()
+def error_ratio(step: Step, x: Tensor, y: Tensor, steps: AdaptiveSteps) -> float:
+    """Estimated error over tolerance, the larger of x's and y's; infinite where anything is not finite. Reads the host once."""
+    assert step.error is not None
+    ratio = torch.maximum(
+        _scaled_norm(step.error[0], _scale(steps, x, step.x)),
+        _scaled_norm(step.error[1], _scale(steps, y, step.y)),
+    )
+    # An infinite state would hide its error behind an infinite scale.
+    value = float(torch.where(_all_finite(step.x, step.y), ratio, math.inf))
+    return value if math.isfinite(value) else math.inf
+
+
+def _is_finite(step: Step) -> bool:
+    pairs = [(step.x, step.y), step.error] if step.error is not None else [(step.x, step.y)]
+    return all(bool(_all_finite(*pair)) for pair in pairs)
+
+
+def _all_finite(x: Tensor, y: Tensor) -> Tensor:
+    return torch.isfinite(x).all() & torch.isfinite(y).all()
+
+
+@torch.no_grad()
+def initial_step(
+    problem: FastTimeProblem, method: Method, steps: AdaptiveSteps, x: Tensor, y: Tensor, span: float
+) -> float:
+    """First step size by the algorithm of Hairer, Norsett & Wanner, Solving ODEs I, section II.4; nan where the first rate
+    is not finite."""
+    scale_x, scale_y = _scale(steps, x), _scale(steps, y)
+
+    def norm(fast: Tensor, slow: Tensor) -> float:
+        return float(torch.maximum(_scaled_norm(fast, scale_x), _scaled_norm(slow, scale_y)))
+
+    rate = problem.rates(0.0, x, y)
+    if not _all_finite(*rate):
+        return math.nan
+    d0, d1 = norm(x, y), norm(*rate)
+    # d1 is infinite where the tolerance is zero, at a zero of the state with atol = 0.
+    h0 = 0.01 * d0 / d1 if 1e-5 <= d0 < math.inf and 1e-5 <= d1 < math.inf else 1e-6
+    h0 = min(h0, abs(span))
+    h = math.copysign(h0, span)
+    ahead = problem.rates(h, x.add(rate[0], alpha=h), y.add(rate[1], alpha=h))
+    d2 = norm(ahead[0] - rate[0], ahead[1] - rate[1]) / h0
+    if not math.isfinite(d1) or not math.isfinite(d2):
+        return h0
+    steepest = max(d1, d2)
+    h1 = max(1e-6, h0 * 1e-3) if steepest <= 1e-15 else (0.01 / steepest) ** (1 / (method.order + 1))
+    return min(100 * h0, h1)
