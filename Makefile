@@ -18,7 +18,7 @@ demo: $(RUN) ## train, switch, certify and report on the embedded corpus (about 
 	$(BIN)/odeformer demo
 
 test: $(DEV) ## run the test-suite
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
 lint: $(DEV) ## check style and types
 	$(BIN)/ruff check .

@@ -1,8 +1,8 @@
 """The leak proof: no logit depends on a later token (mathematics, causality theorem).
 
 Two independent ways. By perturbation: every suffix of the tokens is changed in turn, and all logits before it must stay
-bit-equal. By Jacobian: the derivative of a random functional of logits_t with respect to the embedding of token s must be exactly 0
-for every s > t. The gate is opened for the check, since behind a closed gate the slow path could leak unseen.
+bit-equal. By Jacobian: the derivative of a random functional of logits_t with respect to the embedding of token s must be
+exactly 0 for every s > t. The gate is opened for the check, since behind a closed gate the slow path could leak unseen.
 """
 
 from __future__ import annotations

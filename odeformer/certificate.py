@@ -2,8 +2,8 @@
 
 Three things together: (a) structure: the traced graphs of one solver step of the field and of the hand-written block have
 one normal form, for token counts on both sides of every block boundary; (b) numbers: values and all gradients agree on
-random weights with an open gate, in float64 to 1e-12 and in float32 bit for bit, and the block agrees with the literal transcription in
-`reference.py`; (c) order: the distance to the exact flow falls with slope 1 in the step (2 for Strang).
+random weights with an open gate, in float64 to 1e-12 and in float32 bit for bit, and the block agrees with the literal
+transcription in `reference.py`; (c) order: the distance to the exact flow falls with slope 1 in the step (2 for Strang).
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ def euler_defect(model: FastSlowLM, tokens: Tensor, rtol: float = 1e-5, atol: fl
     """Per layer |Flow(z) - Block(z)| / |z| with z = (x, y) along the discrete trajectory of tokens (B, T).
 
     Flow is the layer's flow over its horizon (Dormand-Prince at the tolerances given), Block its discrete twin. It says how
-    much the switch from continuous to discrete loses. Raises ValueError where there is no twin, `SolveError` where the flow fails.
+    much the switch from continuous to discrete loses. Raises ValueError where there is no twin, `SolveError` where the
+    flow fails.
     """
     flow = to_continuous(model, Dopri5(), AdaptiveSteps(rtol, atol))
     x, y, u = model.start(tokens)
