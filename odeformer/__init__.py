@@ -1,9 +1,16 @@
 """Continuous-time fast-slow transformers: one set of parameters, a stiff flow and its discrete twin."""
 
 from odeformer.causality import CausalityError, CausalityReport, check_causality
-from odeformer.certificate import Certificate, certify
 from odeformer.config import DataConfig, FastSlowConfig, FlowConfig, RunConfig, TrainingConfig
-from odeformer.discretisation import euler_defect, euler_step, lie_step, to_continuous, to_discrete
+from odeformer.discretisation import (
+    Certificate,
+    certify,
+    euler_defect,
+    euler_step,
+    lie_step,
+    to_continuous,
+    to_discrete,
+)
 from odeformer.fields import FastSlowField, FastSlowLayer
 from odeformer.model import FastSlowLM
 

@@ -136,7 +136,7 @@ def certify(
     if json_file is not None and json_file.exists():
         raise FileExistsError(f"{json_file} exists; choose another name")
 
-    from odeformer import certificate
+    from odeformer.discretisation import certify as certify_model
     from odeformer.files import write_text
     from odeformer.training.checkpoints import load_model
     from odeformer.training.configuration import load_run_config
@@ -148,7 +148,7 @@ def certify(
         raise ValueError(f"a checkpoint has its own config; it takes no overrides such as {overrides[0]!r}")
     else:
         subject = load_model(target)
-    found = certificate.certify(subject)
+    found = certify_model(subject)
     typer.echo(str(found))
     if json_file is not None:
         write_text(json_file, found.to_json() + "\n")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from odeformer import FastSlowConfig, FastSlowLM
-from odeformer.certificate import randomise_
+from odeformer.discretisation.certificate import randomise_
 
 
 def open_model(seed: int = 0, dtype: torch.dtype = torch.float64, **settings: object) -> FastSlowLM:

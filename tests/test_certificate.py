@@ -14,7 +14,7 @@ import odeformer.layers
 from odeformer import FastSlowConfig, FastSlowLM, certify, euler_defect, to_continuous
 from odeformer.blocks import DiscreteBlock
 from odeformer.coupling import lift, pool
-from odeformer.graphs import normal_form
+from odeformer.discretisation.graphs import normal_form
 from solvers import Dopri5, FixedSteps
 from tests.helpers import open_model, random_tokens
 

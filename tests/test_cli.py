@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from odeformer import certificate, to_continuous
+from odeformer import to_continuous
 from odeformer.cli import main
+from odeformer.discretisation import certificate
 from odeformer.training import load_model, save_model
 from tests.helpers import open_model
 from tests.training.helpers import CONTINUOUS, fill_disk, same_weights, small_overrides

@@ -21,11 +21,11 @@ from rich.console import Console
 from scipy.stats import t as student
 
 from odeformer.causality import CausalityError, check_causality
-from odeformer.certificate import Certificate, certify
 from odeformer.config import RunConfig
 from odeformer.data import TextData, evaluation_batches, load_data
 from odeformer.demo.callbacks import ExactFlow, SaveFirst
 from odeformer.demo.plan import DemoPlan, demo_plan, environment, fastest_threads
+from odeformer.discretisation import Certificate, certify
 from odeformer.files import write_json
 from odeformer.reporting.report import ARMS_FOLDER, RESULTS_FILE, draw_figures, write_report
 from odeformer.stability import study_layer

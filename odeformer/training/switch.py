@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from odeformer.certificate import Certificate, certify
 from odeformer.config import RunConfig
 from odeformer.data import Batch, evaluation_batches, load_data
-from odeformer.discretisation import to_discrete
+from odeformer.discretisation import Certificate, certify, to_discrete
 from odeformer.files import write_json
 from odeformer.model import FastSlowLM
 from odeformer.training.callbacks import SWITCH_FILE, measured_defect

@@ -1,8 +1,4 @@
-"""From the continuous model to the discrete one and back, and the proof that they belong together.
-
-One explicit Euler step of fast time 1 of the parallel field is the parallel block; one Lie-Trotter step is the sequential
-block (mathematics, Propositions 1 and 2). `certify` shows it for a config or a model.
-"""
+"""From the continuous model to the discrete one and back, on the same parameter tensors, and what the switch loses."""
 
 from __future__ import annotations
 

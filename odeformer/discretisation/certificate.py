@@ -20,11 +20,11 @@ from torch.func import functional_call
 
 from odeformer.blocks import DiscreteBlock, FlowBlock, unit_steps
 from odeformer.config import FastSlowConfig
-from odeformer.discretisation import euler_defect, to_continuous, to_discrete, twin_method
+from odeformer.discretisation.graphs import normal_form
+from odeformer.discretisation.reference import reference_layer_step
+from odeformer.discretisation.schemes import euler_defect, to_continuous, to_discrete, twin_method
 from odeformer.fields import FastSlowField, FastSlowLayer
-from odeformer.graphs import normal_form
 from odeformer.model import FastSlowLM
-from odeformer.reference import reference_layer_step
 from solvers import AdaptiveSteps, Dopri5, FixedSteps, Method, Strang, integrate
 
 TOLERANCE = 1e-12
