@@ -85,18 +85,24 @@ def loss_figure(metrics: Mapping[str, Series], switch: Mapping[str, Any] | None,
         FigureCanvasAgg(figure)
         panels = figure.subplots(1, 2 if switch else 1, squeeze=False, width_ratios=[3.6, 1] if switch else None)[0]
         axes = panels[0]
-        if "train/loss" in metrics:
-            axes.plot(*metrics["train/loss"], color=SKY, alpha=0.55, linewidth=1.2, label="training batch")
-        if validation:
-            axes.plot(*validation, color=BLUE, marker="o", markersize=4, label="validation")
+        _loss_panel(axes, metrics, switch)
         if switch:
-            step, after = switch["step"], switch["validation_loss_after"]
-            axes.axvline(step, color=RED, linestyle="--", linewidth=1.5, label=f"switch at step {step}")
-            axes.plot([step], [after], color=RED, marker="D", markersize=7, linewidth=0, zorder=5)
             _switch_panel(panels[1], switch)
-        axes.set(xlabel="optimiser step", ylabel="cross-entropy (nats per token)", title=title)
-        axes.legend(loc="upper right")
+        axes.set_title(title)
         return _save(figure, path)
+
+
+def _loss_panel(axes: Axes, metrics: Mapping[str, Series], switch: Mapping[str, Any] | None) -> None:
+    if "train/loss" in metrics:
+        axes.plot(*metrics["train/loss"], color=SKY, alpha=0.55, linewidth=1.2, label="training batch")
+    if "validation/loss" in metrics:
+        axes.plot(*metrics["validation/loss"], color=BLUE, marker="o", markersize=4, label="validation")
+    if switch:
+        step, after = switch["step"], switch["validation_loss_after"]
+        axes.axvline(step, color=RED, linestyle="--", linewidth=1.5, label=f"switch at step {step}")
+        axes.plot([step], [after], color=RED, marker="D", markersize=7, linewidth=0, zorder=5)
+    axes.set(xlabel="optimiser step", ylabel="cross-entropy (nats per token)")
+    axes.legend(loc="upper right")
 
 
 def _switch_panel(axes: Axes, switch: Mapping[str, Any]) -> None:
@@ -210,6 +216,26 @@ def stability_figure(study: Mapping[str, Any], path: Path) -> Path:
             "Where ε is small, the largest usable step is proportional to it",
             x=0.01, ha="left", fontsize=13.5, fontweight="bold",
         )  # fmt: skip
+        return _save(figure, path)
+
+
+def overview_figure(
+    metrics: Mapping[str, Series], switch: Mapping[str, Any], study: Mapping[str, Any], path: Path
+) -> Path:
+    """The project in one picture: the loss of a run that switches, and the stability map of the study's first method."""
+    first = study["limits"][0]["method"]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(12.4, 5.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        left, right = figure.subplots(1, 2)
+        _loss_panel(left, metrics, switch)
+        left.set_title(f"Continuous training, then discrete: same weights")
+        _stability_panel(right, [limit for limit in study["limits"] if limit["method"] == first])
+        right.set(xlabel="stiffness ε", ylabel="step ds (slow time)")
+        right.set_title(f"Which steps {first} can take on the trained field")
+        low, high = right.get_ylim()
+        right.set_ylim(low, high * (high / low) ** 0.25)  # room for the legend
+        right.legend(loc="upper left", fontsize=10, ncols=2, columnspacing=1.0)
         return _save(figure, path)
 
 

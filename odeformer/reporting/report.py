@@ -64,6 +64,8 @@ def draw_figures(folder: Path | str) -> list[Path]:
         drawn.append(figures.defect_figure(switch["euler_defect"], target / "euler_defect.png"))
     if (results.get("stability") or {}).get("limits"):
         drawn.append(figures.stability_figure(results["stability"], target / "stability.png"))
+        if switch:
+            drawn.append(figures.overview_figure(metrics, switch, results["stability"], target / "overview.png"))
     runs = {}
     for arm in results.get("arms") or []:
         path = folder / ARMS_FOLDER / arm["folder"] / "metrics.csv"

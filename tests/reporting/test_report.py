@@ -72,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_whole_report_is_self_contained_and_escaped(folder: Path) -> None:
     drawn = draw_figures(folder)
     assert {path.name for path in drawn} == {
-        "loss.png", "gates.png", "euler_defect.png", "stability.png", "arms.png",
+        "loss.png", "gates.png", "euler_defect.png", "stability.png", "overview.png", "arms.png",
     }  # fmt: skip
     text = write_report(folder).read_text(encoding="utf-8")
     assert "Missing:" not in text
