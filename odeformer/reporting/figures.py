@@ -229,7 +229,7 @@ def overview_figure(
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2)
         _loss_panel(left, metrics, switch)
-        left.set_title(f"Continuous training, then discrete: same weights")
+        left.set_title("Continuous training, then discrete: same weights")
         _stability_panel(right, [limit for limit in study["limits"] if limit["method"] == first])
         right.set(xlabel="stiffness ε", ylabel="step ds (slow time)")
         right.set_title(f"Which steps {first} can take on the trained field")
