@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7, help="timed turns of each peer")
     parser.add_argument(
-        "--steps", type=int, default=40, help="steps a turn against the plain GPT; a quarter at T = 256"
+        "--steps", type=int, default=100, help="steps a turn against the plain GPT; a quarter at T = 256"
     )
     parser.add_argument("--quality", action="store_true", help="also train 2000 steps and print the validation loss")
     parser.add_argument("--text", type=Path, help="text file for --quality")

@@ -45,22 +45,42 @@ class DiscreteBlock(nn.Module):
         self.layer = layer
         self.multirate = multirate
 
-    def forward(self, x: Tensor, y: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, y: Tensor, u: Tensor, last: bool = False) -> tuple[Tensor, Tensor]:
+        """(x, y) after the layer. With `last`, nobody reads y again, and its last step is left out."""
         number, length = unit_steps(self.layer.config)
         if self.multirate:
-            y_end = torch.add(y, self._slow_update(x, y), alpha=number * length)
+            y_end = y if last else self._slow_step(x, y, number * length)
             for _ in range(number):
-                x = torch.add(x, self._fast_update(x, y, u), alpha=length)
+                x = self._fast_step(x, y, u, length)
             return x, y_end
-        for _ in range(number):
-            if self.layer.config.sublayers == "parallel":
-                x, y = (
-                    torch.add(x, self._fast_update(x, y, u), alpha=length),
-                    torch.add(y, self._slow_update(x, y), alpha=length),
-                )
-            else:
-                x, y = self._sequential(x, y, u, length)
+        parallel = self.layer.config.sublayers == "parallel"
+        for remaining in reversed(range(number)):
+            x_before, x = x, self._fast_step(x, y, u, length)
+            if remaining or not last:
+                y = self._slow_step(x_before if parallel else x, y, length)
         return x, y
+
+    def _fast_step(self, x: Tensor, y: Tensor, u: Tensor, length: float) -> Tensor:
+        p, config = self.layer, self.layer.config
+        if config.sublayers == "parallel":
+            return torch.add(x, self._fast_update(x, y, u), alpha=length)
+        x = torch.add(x, p.attention(p.attention_norm(x)), alpha=length)
+        x = torch.add(x, p.mlp(p.mlp_norm(x)), alpha=length)
+        if config.coupling == "coupled" or config.leak:
+            x = torch.add(x, self._exchange(x, y, u), alpha=length)
+        return x
+
+    def _slow_step(self, x: Tensor, y: Tensor, length: float) -> Tensor:
+        p, config, epsilon = self.layer, self.layer.config, self.layer.config.resolved_epsilon
+        if config.sublayers == "parallel":
+            return torch.add(y, self._slow_update(x, y), alpha=length)
+        if config.coupling == "dense":
+            return y
+        y = torch.add(y, epsilon * p.slow_attention(p.slow_attention_norm(y)), alpha=length)
+        y = torch.add(y, epsilon * p.slow_mlp(p.slow_mlp_norm(y)), alpha=length)
+        if config.relaxation:
+            y = torch.add(y, epsilon * (config.relaxation * (pool(x, config.pool_size) - y)), alpha=length)
+        return y
 
     def _fast_update(self, x: Tensor, y: Tensor, u: Tensor) -> Tensor:
         p, config = self.layer, self.layer.config
@@ -87,20 +107,6 @@ class DiscreteBlock(nn.Module):
             update = update + config.relaxation * (pool(x, config.pool_size) - y)
         return config.resolved_epsilon * update
 
-    def _sequential(self, x: Tensor, y: Tensor, u: Tensor, length: float) -> tuple[Tensor, Tensor]:
-        p, config, epsilon = self.layer, self.layer.config, self.layer.config.resolved_epsilon
-        x = torch.add(x, p.attention(p.attention_norm(x)), alpha=length)
-        x = torch.add(x, p.mlp(p.mlp_norm(x)), alpha=length)
-        if config.coupling == "coupled" or config.leak:
-            x = torch.add(x, self._exchange(x, y, u), alpha=length)
-        if config.coupling == "dense":
-            return x, y
-        y = torch.add(y, epsilon * p.slow_attention(p.slow_attention_norm(y)), alpha=length)
-        y = torch.add(y, epsilon * p.slow_mlp(p.slow_mlp_norm(y)), alpha=length)
-        if config.relaxation:
-            y = torch.add(y, epsilon * (config.relaxation * (pool(x, config.pool_size) - y)), alpha=length)
-        return x, y
-
 
 class FlowBlock(nn.Module):
     """The flow of the layer's field over a fast time of `horizon`; `steps` are per layer, their bounds in fast time."""
@@ -115,7 +121,8 @@ class FlowBlock(nn.Module):
         self.steps = steps
         self.gradient = gradient
 
-    def forward(self, x: Tensor, y: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, y: Tensor, u: Tensor, last: bool = False) -> tuple[Tensor, Tensor]:
+        """(x, y) after the layer; `last` changes nothing, since a solver's stages need y."""
         return integrate(
             FastSlowField(self.layer, u),
             x,

@@ -6,9 +6,9 @@ tokens of an incomplete tail block are pooled nowhere.
 
 from __future__ import annotations
 
-import torch
 from einops import reduce, repeat
 from torch import Tensor
+from torch.nn import functional
 
 
 def pool(x: Tensor, pool_size: int) -> Tensor:
@@ -27,5 +27,7 @@ def lift(v: Tensor, length: int, pool_size: int) -> Tensor:
         raise ValueError(
             f"lift to {length} tokens with pool_size={pool_size} needs {length // pool_size} blocks, got {v.shape[1]}"
         )
-    before = v.new_zeros(v.shape[0], pool_size - 1, v.shape[2])
-    return torch.cat([before, repeat(v, "b s d -> b (s p) d", p=pool_size)], dim=1)[:, :length]
+    padded = functional.pad(v, (0, 0, 1, 0))  # what is read before the first block: 0
+    copies = repeat(padded, "b s d -> b (s p) d", p=pool_size)
+    # A split, whose gradient is one concatenation; a slice's fills a tensor first.
+    return copies.split([1, length, copies.shape[1] - length - 1], dim=1)[1]

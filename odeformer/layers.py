@@ -104,10 +104,13 @@ class Attention(nn.Module):
         if length == 0:
             return x
         qkv = rearrange(self.qkv(x), "b t (three h d) -> b t three h d", three=3, h=self.n_head)
-        qk, v = qkv[:, :, :2], qkv[:, :, 2]
+        # Splits, whose gradient is one concatenation, and not slices, each of whose gradients fills a tensor of all of qkv.
         if self.rotary:
-            qk = rotate(qk)
-        q, k, v = qk[:, :, 0].transpose(1, 2), qk[:, :, 1].transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
+            qk, v = qkv.split([2, 1], dim=2)
+            q, k, v = *rotate(qk).unbind(2), v.squeeze(2)
+        else:
+            q, k, v = qkv.unbind(2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         windowed = self.window is not None and self.window < length
         if self.implementation == "explicit":
             heads = explicit_attention(q, k, v, causal_mask(length, self.window, x.device))
@@ -119,11 +122,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """(..., d) -> (..., d) by one hidden layer: GPT-2's tanh-GELU, or SwiGLU (Shazeer, arXiv:2002.05202)."""
+    """(..., d) -> (..., d) by one hidden layer: GELU, exact or by GPT-2's tanh formula, or SwiGLU (Shazeer, arXiv:2002.05202)."""
 
     def __init__(self, config: FastSlowConfig, hidden: int | None = None) -> None:
         super().__init__()
         self.gated = config.mlp == "swiglu"
+        self.approximate = "tanh" if config.mlp == "gelu_tanh" else "none"
         if hidden is None:
             hidden = 8 * math.ceil(config.d_model / 3) if self.gated else 4 * config.d_model
         self.hidden = nn.Linear(config.d_model, 2 * hidden if self.gated else hidden, bias=config.bias)
@@ -133,7 +137,7 @@ class MLP(nn.Module):
         if self.gated:
             value, gate = self.hidden(x).chunk(2, dim=-1)
             return self.out(value * functional.silu(gate))
-        return self.out(functional.gelu(self.hidden(x), approximate="tanh"))
+        return self.out(functional.gelu(self.hidden(x), approximate=self.approximate))
 
 
 def make_norm(config: FastSlowConfig) -> nn.Module:

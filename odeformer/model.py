@@ -50,8 +50,8 @@ class FastSlowLM(nn.Module):
         """Logits (B, T, V) of the next token, from tokens (B, T) int64 in [0, V)."""
         self._check_tokens(tokens)
         x, y, u = self.start(tokens)
-        for block in self.depth():
-            x, y = block(x, y, u)
+        for index, block in enumerate(self.depth()):
+            x, y = block(x, y, u, last=index == self.config.n_layer - 1)
         return self.read_out(x)
 
     def start(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

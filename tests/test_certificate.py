@@ -25,7 +25,7 @@ SMALL = {"vocab_size": 11, "n_layer": 1, "d_model": 8, "n_head": 2, "pool_size":
     "settings",
     [
         {"sublayers": "parallel"},
-        {"sublayers": "sequential"},
+        {"sublayers": "sequential", "mlp": "gelu_tanh"},
         {"sublayers": "sequential", "coupling": "frozen", "leak": 0.0},
         {"coupling": "dense", "horizon": 2},
         {"pool_size": 1, "horizon": 0.5, "positions": "learned", "norm": "layer", "bias": True},
@@ -123,7 +123,7 @@ def _fast_update(swap: bool = False, sequential: bool = False):
     return update
 
 
-def _y_before_x(self: DiscreteBlock, x: Tensor, y: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def _y_before_x(self: DiscreteBlock, x: Tensor, y: Tensor, u: Tensor, last: bool = False) -> tuple[Tensor, Tensor]:
     y = y + self._slow_update(x, y)
     return x + self._fast_update(x, y, u), y
 
@@ -175,18 +175,18 @@ def test_the_planted_pieces_are_right_without_their_mistake(monkeypatch: pytest.
 
 @pytest.mark.parametrize("order", ["mlp first", "y first"])
 def test_a_wrong_order_of_the_sequential_parts_is_caught(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(self: DiscreteBlock, x: Tensor, y: Tensor, u: Tensor, length: float) -> tuple[Tensor, Tensor]:
-        p, c = self.layer, self.layer.config
-        if order == "y first":
-            x_old = x
-            x, y = right(self, x, y, u, length)
-            return right(self, x_old, y, u, length)[0], y
+    def mlp_first(self: DiscreteBlock, x: Tensor, y: Tensor, u: Tensor, length: float) -> Tensor:
+        p = self.layer
         x = x + p.mlp(p.mlp_norm(x))
         x = x + p.attention(p.attention_norm(x))
-        return x + self._exchange(x, y, u), right(self, x, y, u, length)[1] * c.resolved_epsilon
+        return x + self._exchange(x, y, u)
 
-    right = DiscreteBlock._sequential
-    monkeypatch.setattr(DiscreteBlock, "_sequential", wrong)
+    def y_first(self: DiscreteBlock, x: Tensor, y: Tensor, u: Tensor, last: bool = False) -> tuple[Tensor, Tensor]:
+        y = self._slow_step(x, y, 1.0)
+        return self._fast_step(x, y, u, 1.0), y
+
+    name, wrong = ("_fast_step", mlp_first) if order == "mlp first" else ("forward", y_first)
+    monkeypatch.setattr(DiscreteBlock, name, wrong)
     assert not certify(FastSlowConfig(**SMALL, sublayers="sequential")).ok
 
 

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from odeformer import FastSlowLM
 from tests.helpers import open_model, random_tokens
 
-GPT2 = {"sublayers": "sequential", "positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True}
+GPT2 = {"sublayers": "sequential", "positions": "learned", "norm": "layer", "mlp": "gelu_tanh", "bias": True}
 
 
 def gpt2_like(model: FastSlowLM) -> GPT2LMHeadModel:

@@ -57,6 +57,24 @@ def test_the_multirate_twin_updates_y_once_per_p_updates_of_x(pool_size: int) ->
     assert not torch.equal(twin, model(tokens))
 
 
+@pytest.mark.parametrize("multirate", [False, True])
+@pytest.mark.parametrize("horizon", [0.5, 1, 3])
+@pytest.mark.parametrize("sublayers", ["parallel", "sequential"])
+def test_leaving_out_the_last_slow_step_changes_no_bit_of_x(sublayers: str, horizon: float, multirate: bool) -> None:
+    if multirate and sublayers == "sequential":
+        with pytest.raises(ValueError, match="multirate"):
+            to_discrete(open_model(sublayers=sublayers, horizon=horizon), multirate)
+        return
+    model = to_discrete(
+        open_model(sublayers=sublayers, horizon=horizon, pool_size=4, leak=0.2, relaxation=0.5), multirate
+    )
+    x, y, u = model.start(random_tokens(19))
+    x_full, y_full = model.blocks[0](x, y, u)
+    x_last, y_last = model.blocks[0](x, y, u, last=True)
+    assert torch.equal(x_full, x_last)
+    assert not torch.equal(y_full, y_last)
+
+
 def test_a_horizon_without_discrete_twin_is_refused_by_name() -> None:
     model = open_model(horizon=2.5)
     with pytest.raises(ValueError, match=r"horizon=2\.5 has no discrete twin"):

@@ -95,8 +95,11 @@ def _mlp(p: dict[str, Tensor], name: str, config: FastSlowConfig, z: Tensor) -> 
         half = hidden.shape[-1] // 2
         value, gate = hidden[..., :half], hidden[..., half:]
         return _linear(p, f"{name}.out", value * gate / (1 + (-gate).exp()))
-    inner = math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)
-    return _linear(p, f"{name}.out", 0.5 * hidden * (1 + inner.tanh()))
+    if config.mlp == "gelu_tanh":
+        share = (math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)).tanh()
+    else:
+        share = (hidden / math.sqrt(2)).erf()
+    return _linear(p, f"{name}.out", 0.5 * hidden * (1 + share))
 
 
 def _attention(p: dict[str, Tensor], name: str, config: FastSlowConfig, z: Tensor, window: int | None) -> Tensor:
