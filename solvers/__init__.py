@@ -1,6 +1,7 @@
 """Integrate and differentiate fast-slow systems eps dx/dt = f(t, x, y), dy/dt = g(t, x, y)."""
 
 from solvers.explicit import RK4, Dopri5, Euler, Heun
+from solvers.exponential import ETD2RK, ETD3RK, ExponentialEuler
 from solvers.gradients import Backprop, Checkpointed, Gradient
 from solvers.integrate import check_scheme, integrate, solve
 from solvers.method import Method, Step
@@ -13,6 +14,8 @@ from solvers.system import FastSlowSystem, FastTimeProblem, Part
 from solvers.torchdiffeq_adapter import TorchDiffEq
 
 __all__ = [
+    "ETD2RK",
+    "ETD3RK",
     "METHODS",
     "RK4",
     "AdaptiveSteps",
@@ -20,6 +23,7 @@ __all__ = [
     "Checkpointed",
     "Dopri5",
     "Euler",
+    "ExponentialEuler",
     "FastSlowSystem",
     "FastTimeProblem",
     "FixedSteps",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from solvers.explicit import RK4, Dopri5, Euler, Heun
+from solvers.exponential import ETD2RK, ETD3RK, ExponentialEuler
 from solvers.method import Method
 from solvers.multirate import MultirateEuler
 from solvers.splitting import LieTrotter, Strang
@@ -13,6 +14,9 @@ METHODS: dict[str, type[Method]] = {
     "heun": Heun,
     "rk4": RK4,
     "dopri5": Dopri5,
+    "exponential_euler": ExponentialEuler,
+    "etd2rk": ETD2RK,
+    "etd3rk": ETD3RK,
     "lie": LieTrotter,
     "strang": Strang,
 }

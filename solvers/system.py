@@ -109,6 +109,11 @@ class FastTimeProblem:
         """(dx/dtau, dy/dtau)."""
         return self.fast(tau, x, y), self.slow(tau, x, y)
 
+    def decays(self) -> tuple[float | Tensor, float | Tensor]:
+        """The diagonal linear parts' rates of decay in fast time: lambda of x and eps kappa of y."""
+        fast, slow = self.system.fast_decay, self.system.slow_decay
+        return fast if self.fast_scale is None else self.fast_scale * fast, self.slow_scale * slow
+
     def part_rates(self) -> list[Part]:
         """The system's parts as rates in fast time. All fast parts together count as one evaluation of f."""
         parts = self.system.parts()

@@ -12,10 +12,13 @@ from scipy.integrate import solve_ivp
 from torch import Tensor, nn
 
 from solvers import (
+    ETD2RK,
+    ETD3RK,
     RK4,
     Backprop,
     Dopri5,
     Euler,
+    ExponentialEuler,
     FastSlowSystem,
     Heun,
     LieTrotter,
@@ -31,12 +34,15 @@ METHODS: tuple[Method, ...] = (
     Heun(),
     RK4(),
     Dopri5(),
+    ExponentialEuler(),
+    ETD2RK(),
+    ETD3RK(),
     LieTrotter(),
     Strang(),
     MultirateEuler(1),
     MultirateEuler(3),
 )
-ADAPTIVE: tuple[Method, ...] = (Heun(), Dopri5())
+ADAPTIVE: tuple[Method, ...] = (Heun(), Dopri5(), ETD2RK(), ETD3RK())
 
 
 def states(seed: int = 0, x_shape: Sequence[int] = (2, 3), y_shape: Sequence[int] = (2, 3)) -> tuple[Tensor, Tensor]:
@@ -80,6 +86,7 @@ class Network(FastSlowSystem):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.epsilon = epsilon
+        self.fast_decay, self.slow_decay = 1.5, 0.5  # of any split n = f + lambda x the sum is f
         self.w = nn.Parameter(0.6 * torch.randn(5, width, width, dtype=torch.float64, generator=generator))
 
     def attend(self, t: float | Tensor, x: Tensor, y: Tensor) -> Tensor:

@@ -264,4 +264,4 @@ def test_epsilon_may_be_a_parameter() -> None:
         def __init__(self) -> None:
             FastSlowSystem.__init__(self)
 
-    assert Fixed().epsilon == 0.25 and Network().fast_decay == Network().slow_decay == 0.0
+    assert Fixed().epsilon == 0.25 and Fixed().fast_decay == Fixed().slow_decay == 0.0
