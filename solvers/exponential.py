@@ -48,7 +48,7 @@ class ExponentialRungeKutta(Method):
         starts = (x, y)
         rates = problem.rates(tau, x, y) if rate is None else rate
         decays = problem.decays()
-        phis = [_phi_of(h, decay) for decay in decays]
+        phis = [phi_of(h, decay) for decay in decays]
         changes: tuple[list[Tensor], list[Tensor]] = ([], [])  # n_j - n_1, of f and of g
         for number, node in enumerate(self.nodes[1:], start=1):
             stage = [
@@ -57,7 +57,7 @@ class ExponentialRungeKutta(Method):
             ]
             found = problem.rates(tau + node * h, stage[0], stage[1])
             for change, new, old, state, start, decay in zip(changes, found, rates, stage, starts, decays, strict=True):
-                change.append(_added(new - old, decay, state - start))
+                change.append(added(new - old, decay, state - start))
         ends, errors = [], []
         for start, r, p, change in zip(starts, rates, phis, changes, strict=True):
             ends.append(_combine(start, h, [(p(1), r), *zip(self.weights(p), change, strict=True)]))
@@ -67,7 +67,7 @@ class ExponentialRungeKutta(Method):
         return Step(ends[0], ends[1], (errors[0], errors[1]) if errors else None)
 
 
-def _phi_of(h: float, decay: Factor) -> Phi:
+def phi_of(h: float, decay: Factor) -> Phi:
     def p(k: int, c: float = 1.0) -> Factor:
         return phi(k, -c * h * decay)
 
@@ -79,19 +79,19 @@ def _combine(start: Tensor | None, h: float, terms: Sequence[tuple[Factor, Tenso
     for factor, value in terms:
         if isinstance(factor, float) and factor == 0:
             continue
-        total = _scaled(h * factor, value) if total is None else _added(total, h * factor, value)
+        total = scaled(h * factor, value) if total is None else added(total, h * factor, value)
     assert total is not None
     return total
 
 
-def _added(state: Tensor, factor: Factor, change: Tensor) -> Tensor:
+def added(state: Tensor, factor: Factor, change: Tensor) -> Tensor:
     """state + factor change, in the state's dtype."""
     if isinstance(factor, Tensor):
-        return state + _scaled(factor, change)
+        return state + scaled(factor, change)
     return state.add(change, alpha=factor) if factor else state
 
 
-def _scaled(factor: Factor, change: Tensor) -> Tensor:
+def scaled(factor: Factor, change: Tensor) -> Tensor:
     return (factor.to(change.real.dtype) if isinstance(factor, Tensor) else factor) * change
 
 

@@ -1,4 +1,4 @@
-"""What a one-step method is: a map (tau, h, x, y) -> (x, y) in fast time."""
+"""What a method is: a map (tau, h, x, y) -> (x, y) in fast time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from solvers.system import FastTimeProblem
 
 Pair = tuple[Tensor, Tensor]
+Past = tuple[tuple[float, Pair], ...]
+"""(length, n at the start) of the steps before, the latest first; n = (n_f, eps n_g) is the rate without its linear part."""
 
 
 @dataclass
@@ -20,14 +22,18 @@ class Step:
     y: Tensor
     error: Pair | None = None
     end_rate: Pair | None = None
+    past: Past = ()
+    """What a multistep method hands to its next step."""
 
 
 class Method:
-    """A one-step method. `order` is its classical order; `error_order` that of its embedded solution, None without one."""
+    """Advances a state by one step. `order` is the classical order; `error_order` that of the embedded solution, None without."""
 
     order: ClassVar[int]
     error_order: ClassVar[int | None] = None
     first_same_as_last: ClassVar[bool] = False
+    multistep: ClassVar[bool] = False
+    """Whether `step` takes the `past` that the step before returned, as one more argument."""
 
     def step(
         self, problem: FastTimeProblem, tau: float, h: float, x: Tensor, y: Tensor, rate: Pair | None = None

@@ -6,6 +6,7 @@ from solvers.explicit import RK4, Dopri5, Euler, Heun
 from solvers.exponential import ETD2RK, ETD3RK, ExponentialEuler
 from solvers.method import Method
 from solvers.multirate import MultirateEuler
+from solvers.multistep import ExponentialAdams
 from solvers.splitting import LieTrotter, Strang
 from solvers.torchdiffeq_adapter import TorchDiffEq
 
@@ -17,6 +18,7 @@ METHODS: dict[str, type[Method]] = {
     "exponential_euler": ExponentialEuler,
     "etd2rk": ETD2RK,
     "etd3rk": ETD3RK,
+    "exponential_adams": ExponentialAdams,
     "lie": LieTrotter,
     "strang": Strang,
 }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from solvers.gradients import Backprop, Gradient
-from solvers.method import Method, Pair, Step
+from solvers.method import Method, Pair, Past, Step
 from solvers.solution import Status
 from solvers.system import FastTimeProblem
 
@@ -95,6 +95,7 @@ class Trajectory:
     saved: list[Pair] = field(default_factory=list)
     status: Status = Status.SUCCESS
     tau: float = 0.0
+    past: Past = ()
 
 
 @dataclass
@@ -132,7 +133,7 @@ class March:
                 return
             tau = trajectory.tau
             tau_end = self.span if i == n - 1 else self.span * ((i + 1) / n)
-            step = step_function(self.problem, tau, h, trajectory.x, trajectory.y, rate)
+            step = step_function(self.problem, tau, h, trajectory.x, trajectory.y, rate, *self._past(trajectory))
             stats.steps += 1
             stats.accepted += 1
             rate = self._accept(trajectory, tau_end, step, rate)
@@ -161,7 +162,9 @@ class March:
             if tau + direction * taken == tau:
                 trajectory.status = Status.STEP_UNDERFLOW
                 return
-            step = step_function(self.problem, tau, direction * taken, trajectory.x, trajectory.y, rate)
+            step = step_function(
+                self.problem, tau, direction * taken, trajectory.x, trajectory.y, rate, *self._past(trajectory)
+            )
             stats.steps += 1
             ratio = error_ratio(step, trajectory.x, trajectory.y, steps)
             if ratio <= 1:
@@ -200,7 +203,11 @@ class March:
                 )
             )
         trajectory.x, trajectory.y, trajectory.tau = step.x, step.y, tau_end
+        trajectory.past = step.past
         return end_rate
+
+    def _past(self, trajectory: Trajectory) -> tuple[Past, ...]:
+        return (trajectory.past,) if self.method.multistep else ()
 
     def _save_start(self, trajectory: Trajectory) -> None:
         for _ in _leading_zeros(self.save_taus):

@@ -90,7 +90,7 @@ def _name_of(method: Any) -> str:
         return f"torchdiffeq:{method.name}"
     if isinstance(method, MultirateEuler):
         return f"multirate_euler:{method.micro_steps}"
-    names = [name for name, kind in METHODS.items() if kind is type(method)]
+    names = [name for name, kind in METHODS.items() if type(method) is kind and method == kind()]
     if not names:
         raise ValueError(f"{method!r} is not one of the named methods: {', '.join(METHODS)}")
     return names[0]

@@ -18,6 +18,7 @@ from solvers import (
     Backprop,
     Dopri5,
     Euler,
+    ExponentialAdams,
     ExponentialEuler,
     FastSlowSystem,
     Heun,
@@ -37,12 +38,14 @@ METHODS: tuple[Method, ...] = (
     ExponentialEuler(),
     ETD2RK(),
     ETD3RK(),
+    ExponentialAdams(3),
+    ExponentialAdams(4),
     LieTrotter(),
     Strang(),
     MultirateEuler(1),
     MultirateEuler(3),
 )
-ADAPTIVE: tuple[Method, ...] = (Heun(), Dopri5(), ETD2RK(), ETD3RK())
+ADAPTIVE: tuple[Method, ...] = (Heun(), Dopri5(), ETD2RK(), ETD3RK(), ExponentialAdams())
 
 
 def states(seed: int = 0, x_shape: Sequence[int] = (2, 3), y_shape: Sequence[int] = (2, 3)) -> tuple[Tensor, Tensor]:

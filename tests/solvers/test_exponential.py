@@ -13,6 +13,7 @@ from torch.autograd import gradcheck
 from solvers import (
     ETD2RK,
     ETD3RK,
+    ExponentialAdams,
     ExponentialEuler,
     FixedSteps,
     Heun,
@@ -21,9 +22,11 @@ from solvers import (
     solve,
 )
 from solvers.phi import phi
+from solvers.system import FastTimeProblem
 from tests.solvers.problems import Field, reference, slopes, states
 
 EXPONENTIAL: tuple[Method, ...] = (ExponentialEuler(), ETD2RK(), ETD3RK())
+ADAMS: tuple[Method, ...] = (ExponentialAdams(3), ExponentialAdams(4))
 
 
 def exact_phi(k: int, z: float) -> float:
@@ -32,7 +35,7 @@ def exact_phi(k: int, z: float) -> float:
         return float(sum(mpf(z) ** j / mp.factorial(j + k) for j in range(300)))
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 3])
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 4])
 def test_phi_is_right_to_round_off_everywhere(k: int) -> None:
     points = [0.0, *(-(10.0**e) for e in (-300, -16, -8, -4, -2, -1)), -0.5, -0.9999, -1.0, -1.0001, -3.0, -20.0, -60.0]
     for z in points:
@@ -45,7 +48,7 @@ def test_phi_is_right_to_round_off_everywhere(k: int) -> None:
 
 def test_phi_is_differentiable_on_both_sides_of_its_branches() -> None:
     z = torch.tensor([0.0, -1e-9, -0.3, -0.99, -1.01, -7.0, -40.0], dtype=torch.float64, requires_grad=True)
-    for k in (0, 1, 2, 3):
+    for k in (0, 1, 2, 3, 4):
         assert gradcheck(lambda z, k=k: phi(k, z), (z,))
 
 
@@ -98,7 +101,7 @@ class Heat(Field):
         return self.sine @ (self.profile * math.exp(t))
 
 
-@pytest.mark.parametrize("method", EXPONENTIAL, ids=repr)
+@pytest.mark.parametrize("method", EXPONENTIAL + ADAMS, ids=repr)
 def test_the_stiff_order_on_a_parabolic_problem(method: Method) -> None:
     """Steps up to 2500 times the explicit limit; the classical order alone would not show here."""
     system, y = Heat(), torch.zeros(0, dtype=torch.float64)
@@ -145,6 +148,70 @@ def test_the_order_falls_by_one_through_a_slow_variable_that_reads_x() -> None:
     for method in (ETD2RK(), ETD3RK()):
         errors = driven_errors(method, 1 / 65536, [16, 32, 64], feedback=1.0)
         assert 0.8 < slopes(errors)[-1] < method.order - 0.5, errors
+
+
+@pytest.mark.parametrize("method", ADAMS, ids=repr)
+@pytest.mark.parametrize("epsilon", [1 / 64, 1 / 1024, 1 / 65536])
+def test_adams_loses_at_most_one_order_through_a_slow_variable_that_reads_x(method: Method, epsilon: float) -> None:
+    """Earlier values of n carry the manifold's drift, so that x does not lag behind."""
+    errors = driven_errors(method, epsilon, [16, 32, 64, 128], feedback=1.0)
+    assert slopes(errors)[-1] > method.order - 1.2, errors
+    if method.order == 4:
+        assert errors[0] < driven_errors(ETD3RK(), epsilon, [16], feedback=1.0)[0] / 20
+
+
+@pytest.mark.parametrize("method", ADAMS, ids=repr)
+def test_adams_is_exact_for_polynomial_n_of_degree_order_minus_two(method: Method) -> None:
+    """After exact starting values; with steps of unequal lengths, under which divided differences are seen."""
+    decay, degree = 7.0, method.order - 2
+
+    def exact(t: float) -> float:  # of x' = -7 x + t^degree
+        if degree == 1:
+            return t / decay - 1 / decay**2
+        return t**2 / decay - 2 * t / decay**2 + 2 / decay**3
+
+    system = Field(lambda t, x, y: -decay * x + torch.full_like(x, t**degree))
+    system.fast_decay = decay
+    problem = FastTimeProblem.over_fast_time(system)
+    x, y = torch.tensor([exact(0.0) + 1.0], dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
+    t, rate, past = 0.0, None, ()
+    for h in (0.1, 0.3, 0.05, 0.7, 0.2):
+        step = method.step(problem, t, h, x, y, rate, past)  # type: ignore[call-arg]
+        t += h
+        solution = exact(t) + math.exp(-decay * t)
+        starting = len(past) < method.order - 2
+        x, rate, past = step.x, step.end_rate, step.past
+        if starting:
+            x = torch.full_like(x, solution)
+        assert x.item() == pytest.approx(solution, rel=1e-12), t
+
+
+def test_adams_without_decay_is_adams_bashforth_moulton() -> None:
+    """Order 3: the two-step predictor with 3/2, -1/2 and the corrector with 5/12, 8/12, -1/12, from equal steps."""
+    x, y = states()
+    system = Field(lambda t, x, y: torch.sin(x * y) + t, lambda t, x, y: torch.cos(x) - y, epsilon=0.5)
+    problem = FastTimeProblem.over_fast_time(system)
+    method, h = ExponentialAdams(3), 0.1
+    first = method.step(problem, 0.0, h, x, y)
+    second = method.step(problem, h, h, first.x, first.y, None, first.past)
+    f0, f1 = problem.rates(0.0, x, y), problem.rates(h, first.x, first.y)
+    ahead = [s + h * (1.5 * b - 0.5 * a) for s, a, b in zip((first.x, first.y), f0, f1, strict=True)]
+    f2 = problem.rates(2 * h, *ahead)
+    expected = [s + h * (5 * c + 8 * b - a) / 12 for s, a, b, c in zip((first.x, first.y), f0, f1, f2, strict=True)]
+    torch.testing.assert_close([second.x, second.y], expected, rtol=1e-13, atol=1e-13)
+
+
+def test_adams_takes_two_evaluations_a_step() -> None:
+    x, y = states()
+    system = Field(lambda t, x, y: -x + torch.sin(y), lambda t, x, y: -y)
+    system.fast_decay = 1.0
+    stats = solve(system, x, y, t1=1.0, method=ExponentialAdams(4), steps=FixedSteps(20)).stats
+    assert stats.fast_evaluations == 2 * 3 + 1 + 18 * 2  # two starting steps of ETD3RK, a rate, then two a step
+
+
+def test_adams_refuses_other_orders() -> None:
+    with pytest.raises(ValueError, match="order must be 3 or 4, got 2"):
+        ExponentialAdams(2)
 
 
 def test_the_decay_may_be_a_tensor_of_any_broadcastable_shape_with_gradient() -> None:
