@@ -8,7 +8,20 @@ import odeformer.blocks
 import odeformer.fields
 import odeformer.layers
 from odeformer import CausalityError, FastSlowLM, check_causality, to_continuous
-from solvers import RK4, AdaptiveSteps, Dopri5, Euler, FixedSteps, Strang, TorchDiffEq
+from solvers import (
+    ETD2RK,
+    RK4,
+    AdaptiveSteps,
+    Backprop,
+    Checkpointed,
+    Dopri5,
+    Euler,
+    ExponentialAdams,
+    FixedSteps,
+    Gradient,
+    Strang,
+    TorchDiffEq,
+)
 from tests.helpers import open_model, random_tokens
 from tests.test_certificate import _lift_early, _lift_onto_own_block, _pool_with_tail
 
@@ -23,11 +36,12 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("method", [None, Euler(), RK4(), Strang()])
-def test_every_model_and_scheme_is_causal(settings: dict[str, object], method: object) -> None:
+@pytest.mark.parametrize("method", [None, Euler(), RK4(), Strang(), ETD2RK(), ExponentialAdams()])
+@pytest.mark.parametrize("gradient", [Backprop(), Checkpointed()])
+def test_every_model_and_scheme_is_causal(settings: dict[str, object], method: object, gradient: Gradient) -> None:
     model = open_model(leak=0.3, relaxation=0.6, **settings)
     if method is not None:
-        model = to_continuous(model, method, FixedSteps(2))  # type: ignore[arg-type]
+        model = to_continuous(model, method, FixedSteps(2), gradient)  # type: ignore[arg-type]
     report = check_causality(model)
     assert report.ok, str(report)
     assert report.perturbation_leak == 0.0

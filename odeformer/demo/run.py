@@ -30,7 +30,6 @@ from odeformer.files import write_json
 from odeformer.reporting.report import ARMS_FOLDER, RESULTS_FILE, draw_figures, write_report
 from odeformer.stability import study_layer
 from odeformer.training import TrainingResult, generate_text, train
-from odeformer.training.flows import with_backprop
 from odeformer.training.module import trained_parameters
 from odeformer.training.preparation import initial_model, with_vocabulary
 
@@ -161,7 +160,7 @@ class _Demo:
 
     def _causality(self, config: RunConfig, data: TextData) -> None:
         model = initial_model(config)
-        report = check_causality(with_backprop(model))
+        report = check_causality(model)
         self.results["model"] = {
             **config.model.to_dict(),
             "epsilon": config.model.resolved_epsilon,

@@ -24,7 +24,6 @@ from odeformer.files import write_json
 from odeformer.model import FastSlowLM
 from odeformer.training.checkpoints import FOLDER, save_model
 from odeformer.training.errors import DivergedError
-from odeformer.training.flows import with_backprop
 from odeformer.training.module import FastSlowModule, evaluate, gate_norms, learning_rate_at
 from odeformer.training.progress import ProgressLine
 from solvers import SolveError
@@ -216,7 +215,7 @@ class Evaluation(Callback):
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         if not self.interrupted():
             assert isinstance(module, FastSlowModule)
-            check_causality(with_backprop(module.model), raise_on_leak=True)
+            check_causality(module.model, raise_on_leak=True)
             self._evaluate(trainer, module)
 
     def _evaluate(self, trainer: Trainer, module: LightningModule) -> None:

@@ -74,17 +74,6 @@ def with_scheme(model: FastSlowLM, scheme: str, flow: FlowConfig | None) -> Fast
     return to_discrete(model, multirate=scheme == "multirate")
 
 
-def with_backprop(model: FastSlowLM) -> FastSlowLM:
-    """The same model without replayed steps, of the same tensors and values.
-
-    `check_causality` opens the gates by `functional_call`, which a checkpointed step would replay with the gates closed.
-    """
-    block = model.blocks[0]
-    if not isinstance(block, FlowBlock):
-        return model
-    return to_continuous(model, block.method, block.steps, Backprop())
-
-
 def _name_of(method: Any) -> str:
     if isinstance(method, TorchDiffEq):
         return f"torchdiffeq:{method.name}"

@@ -28,7 +28,6 @@ from odeformer.training.callbacks import (
 )
 from odeformer.training.checkpoints import FOLDER, load_model
 from odeformer.training.errors import DivergedError, TrainingInterrupted
-from odeformer.training.flows import with_backprop
 from odeformer.training.loggers import METRICS_FILE, MetricsFile
 from odeformer.training.loop import Stop, Stream, WholeFiles, quiet, step_of
 from odeformer.training.module import FastSlowModule, evaluate
@@ -115,7 +114,7 @@ def train(
     if first_step >= training.steps:
         return _finished(config, folder, validation)
     model = initial_model(config)
-    check_causality(with_backprop(model), raise_on_leak=True)
+    check_causality(model, raise_on_leak=True)
     if not resume:
         create_folder(folder, config, data)
     run = _Run(config, folder, batches, validation, first_step)
