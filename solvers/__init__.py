@@ -6,7 +6,7 @@ from solvers.gradients import Backprop, Checkpointed, Gradient
 from solvers.integrate import check_scheme, integrate, solve
 from solvers.method import Method, Step
 from solvers.multirate import MultirateEuler
-from solvers.multistep import ExponentialAdams
+from solvers.multistep import AndersonAdams, ExponentialAdams
 from solvers.registry import METHODS, method_by_name
 from solvers.solution import Solution, SolveError, Stats, Status
 from solvers.splitting import LieTrotter, Strang
@@ -20,6 +20,7 @@ __all__ = [
     "METHODS",
     "RK4",
     "AdaptiveSteps",
+    "AndersonAdams",
     "Backprop",
     "Checkpointed",
     "Dopri5",

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 R = TypeVar("R")
@@ -13,7 +16,8 @@ R = TypeVar("R")
 class Gradient:
     """Turns a method's step, or a lone evaluation of the field, into one whose backward pass this gradient defines."""
 
-    def wrap(self, step: Callable[..., R]) -> Callable[..., R]:
+    def wrap(self, step: Callable[..., R], system: nn.Module) -> Callable[..., R]:
+        """`step`, which evaluates `system`, as this gradient differentiates it."""
         raise NotImplementedError(f"{type(self).__name__} must define wrap")
 
     def __repr__(self) -> str:
@@ -29,8 +33,24 @@ class Gradient:
 class Backprop(Gradient):
     """Autograd through every step; keeps the activations of all steps."""
 
-    def wrap(self, step: Callable[..., R]) -> Callable[..., R]:
+    def wrap(self, step: Callable[..., R], system: nn.Module) -> Callable[..., R]:
         return step
+
+
+def _tensors(system: nn.Module) -> dict[str, Tensor]:
+    return {**dict(system.named_parameters()), **dict(system.named_buffers())}
+
+
+class _Called(nn.Module):
+    """A step as a module that holds the system, for `functional_call`."""
+
+    def __init__(self, step: Callable[..., Any], system: nn.Module) -> None:
+        super().__init__()
+        self.step = step
+        self.system = system
+
+    def forward(self, *args: Any) -> Any:
+        return self.step(*args)
 
 
 class Checkpointed(Gradient):
@@ -40,8 +60,16 @@ class Checkpointed(Gradient):
     forward pass.
     """
 
-    def wrap(self, step: Callable[..., R]) -> Callable[..., R]:
+    def wrap(self, step: Callable[..., R], system: nn.Module) -> Callable[..., R]:
+        held = {} if torch.compiler.is_compiling() else _tensors(system)
+
+        def with_held(*args: Any) -> R:
+            """Replays with the tensors of the forward pass, also where `functional_call` had put them in for its duration."""
+            if not held or all(now is then for now, then in zip(_tensors(system).values(), held.values(), strict=True)):
+                return step(*args)
+            return functional_call(_Called(step, system), {f"system.{name}": t for name, t in held.items()}, args)
+
         def replayed(*args: Any) -> R:
-            return checkpoint(step, *args, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(with_held, *args, use_reentrant=False, preserve_rng_state=False)
 
         return replayed

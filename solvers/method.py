@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from solvers.system import FastTimeProblem
 
 Pair = tuple[Tensor, Tensor]
-Past = tuple[tuple[float, Pair], ...]
-"""(length, n at the start) of the steps before, the latest first; n = (n_f, eps n_g) is the rate without its linear part."""
+
+
+class Past(NamedTuple):
+    """What a multistep method hands to its next step; n = (n_f, eps n_g) is the rate without its linear part."""
+
+    values: tuple[tuple[float, Pair], ...] = ()
+    """(length, n at the start) of the steps before, the latest first."""
+    secants: tuple[tuple[Pair, Pair], ...] = ()
+    """(change of the state, change of n) between evaluations, the latest first."""
+    last: tuple[Pair, Pair] | None = None
+    """The state of the latest evaluation, and n there."""
 
 
 @dataclass
@@ -22,8 +31,7 @@ class Step:
     y: Tensor
     error: Pair | None = None
     end_rate: Pair | None = None
-    past: Past = ()
-    """What a multistep method hands to its next step."""
+    past: Past | None = None
 
 
 class Method:

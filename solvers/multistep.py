@@ -1,6 +1,6 @@
 """Exponential Adams methods: n is the polynomial through its values at earlier steps, the diagonal linear parts are exact.
 
-Two evaluations a step whatever the order, and stages that do not lag behind a slow manifold: where the steps are long
+Two evaluations a step whatever the order, and a predictor that does not lag behind a slow manifold: where the steps are long
 against epsilon, earlier values of n carry its drift forward. At decay 0 it is the Adams-Bashforth-Moulton pair in PECE mode.
 Sources: Norsett, Lecture Notes in Math. 109 (1969) 214; Hochbruck & Ostermann, BIT 51 (2011) 889. Variable steps by divided
 differences (Hairer, Norsett & Wanner, Solving ODEs I, section III.5).
@@ -9,8 +9,11 @@ differences (Hairer, Norsett & Wanner, Solving ODEs I, section III.5).
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
+import torch
 from torch import Tensor
 
 from solvers.exponential import ETD3RK, Factor, added, phi_of, scaled
@@ -19,7 +22,7 @@ from solvers.system import FastTimeProblem
 
 
 class ExponentialAdams(Method):
-    """Predictor of order `order` - 1 and corrector of order `order` (3 or 4), whose difference is the error estimate.
+    """Predictor of order `order` - 1, corrector of order `order` (3 or 4), their difference as error estimate; two evaluations.
 
     The first `order` - 2 steps are ETD3RK's. Raises ValueError for another order.
     """
@@ -44,30 +47,168 @@ class ExponentialAdams(Method):
         x: Tensor,
         y: Tensor,
         rate: Pair | None = None,
-        past: Past = (),
+        past: Past | None = None,
     ) -> Step:
         rates = problem.rates(tau, x, y) if rate is None else rate
-        decays = problem.decays()
+        decays, past = problem.decays(), past or Past()
         n = (added(rates[0], decays[0], x), added(rates[1], decays[1], y))
-        memory = ((h, n), *past)[: self.order - 2]
-        if len(past) < self.order - 2:
+        values = ((h, n), *past.values)[: self.order - 2]
+        if len(past.values) < self.order - 2:
             start = ETD3RK().step(problem, tau, h, x, y, rates)
-            return Step(start.x, start.y, start.error, past=memory)
-        intervals = [interval for interval, _ in past]
-        moments = [_moments(h, decay, intervals) for decay in decays]
-        slopes = [_divided_differences(n[i], [(interval, old[i]) for interval, old in past]) for i in (0, 1)]
-        predicted = [
-            _sum(state, [moment[0], *moment[1:-1]], [r, *slope])
-            for state, moment, r, slope in zip((x, y), moments, rates, slopes, strict=True)
+            return Step(start.x, start.y, start.error, past=Past(values))
+        parts = [
+            Extrapolation.over(h, state, r, new, [(length, old[i]) for length, old in past.values], decay)
+            for i, (state, r, new, decay) in enumerate(zip((x, y), rates, n, decays, strict=True))
         ]
-        ahead = problem.rates(tau + h, predicted[0], predicted[1])
-        errors = []
-        for i in (0, 1):
-            new = added(ahead[i], decays[i], predicted[i])
-            newest = _newest_difference(new, n[i], h, intervals, slopes[i])
-            errors.append(scaled(moments[i][-1], newest))
-        x_end, y_end = predicted[0] + errors[0], predicted[1] + errors[1]
-        return Step(x_end, y_end, (errors[0], errors[1]), problem.rates(tau + h, x_end, y_end), memory)
+        return self._correct(problem, tau + h, parts, values, past)
+
+    def _correct(
+        self,
+        problem: FastTimeProblem,
+        tau: float,
+        parts: list[Extrapolation],
+        values: tuple[tuple[float, Pair], ...],
+        past: Past,
+    ) -> Step:
+        ahead = problem.rates(tau, parts[0].predicted, parts[1].predicted)
+        errors = [part.correction(added(r, part.decay, part.predicted)) for part, r in zip(parts, ahead, strict=True)]
+        x, y = parts[0].predicted + errors[0], parts[1].predicted + errors[1]
+        return Step(x, y, (errors[0], errors[1]), problem.rates(tau, x, y), Past(values))
+
+
+class AndersonAdams(ExponentialAdams):
+    """ExponentialAdams whose corrector is iterated twice by Anderson acceleration, with secants kept from step to step.
+
+    For fields whose n is stiff as well: the explicit corrector limits the step by n's Lipschitz constant, this one in most
+    cases does not. Two evaluations a step, no host read. The mixing coefficients come from inner products: with `rows` over the
+    last dimension alone, so that what is computed in one row (a token of one sequence) depends on no other row but through
+    the field; without over the whole state, which is more accurate but, within the error, lets every entry depend on all.
+
+    Args:
+        order: 3 or 4.
+        memory: secants kept, at least 1.
+        rows: see above.
+
+    Source: Anderson, J. ACM 12 (1965) 547, in the form of Walker & Ni, SIAM J. Numer. Anal. 49 (2011) 1715, section 2; keeping
+    secants of n, from which those of the corrector follow for every step size, is ours.
+    """
+
+    def __init__(self, order: int = 3, memory: int = 4, rows: bool = False) -> None:
+        super().__init__(order)
+        if not isinstance(memory, int) or isinstance(memory, bool):
+            raise TypeError(f"memory must be an int, got {memory!r}")
+        if memory < 1:
+            raise ValueError(f"memory must be at least 1, got {memory}")
+        self.memory = memory
+        self.rows = rows
+
+    def _correct(
+        self,
+        problem: FastTimeProblem,
+        tau: float,
+        parts: list[Extrapolation],
+        values: tuple[tuple[float, Pair], ...],
+        past: Past,
+    ) -> Step:
+        secants, last = past.secants, past.last
+        state = (parts[0].predicted, parts[1].predicted)
+        error: Pair | None = None
+        for _ in range(2):
+            rates = problem.rates(tau, *state)
+            n = (added(rates[0], parts[0].decay, state[0]), added(rates[1], parts[1].decay, state[1]))
+            if last is not None:
+                secants = ((_difference(state, last[0]), _difference(n, last[1])), *secants)[: self.memory]
+            last = (state, n)
+            corrected = [part.predicted + part.correction(new) for part, new in zip(parts, n, strict=True)]
+            residual = (corrected[0] - state[0], corrected[1] - state[1])
+            error = residual if error is None else error  # secants may explain away what they don't know
+            step = self._accelerated(residual, parts, secants)
+            state = (state[0] + step[0], state[1] + step[1])
+        # n at the end is what makes it a fixed point of the corrector: an evaluation saved.
+        n_end = [
+            new + (end - back) / part.weight for new, end, back, part in zip(n, state, corrected, parts, strict=True)
+        ]
+        end_rate = (
+            added(n_end[0], -parts[0].decay, state[0]),
+            added(n_end[1], -parts[1].decay, state[1]),
+        )
+        return Step(*state, error, end_rate, Past(values, secants, last))
+
+    def _accelerated(self, residual: Pair, parts: list[Extrapolation], secants: Secants) -> Pair:
+        """residual minus the part of it that the secants explain: (S + F) argmin_g |residual - F g|."""
+        if not secants:
+            return residual
+        changes = [[pair[0][i] for pair in secants] for i in (0, 1)]
+        effects = [[scaled(parts[i].weight, pair[1][i]) - pair[0][i] for pair in secants] for i in (0, 1)]
+        if self.rows:
+            return tuple(_unexplained(residual[i], changes[i], effects[i]) for i in (0, 1))  # type: ignore[return-value]
+        sizes = [(part.predicted.square().mean() + TINY).sqrt() for part in parts]
+
+        def joined(pair: Sequence[Tensor]) -> Tensor:
+            return torch.cat([(value / size).reshape(-1) for value, size in zip(pair, sizes, strict=True)])
+
+        left = _unexplained(
+            joined(residual),
+            [joined(pair) for pair in zip(*changes, strict=True)],
+            [joined(pair) for pair in zip(*effects, strict=True)],
+        )
+        x, y = left.split([residual[0].numel(), residual[1].numel()])
+        return x.view_as(residual[0]) * sizes[0], y.view_as(residual[1]) * sizes[1]
+
+
+Secants = tuple[tuple[Pair, Pair], ...]
+TINY = 1e-30
+
+
+def _difference(a: Pair, b: Pair) -> Pair:
+    return a[0] - b[0], a[1] - b[1]
+
+
+def _unexplained(residual: Tensor, changes: list[Tensor], effects: list[Tensor]) -> Tensor:
+    """residual - (S + F) g with g the regularised least squares of F g = residual, over the last dimension."""
+    if residual.numel() == 0:
+        return residual
+    fitting = max(1, residual.shape[-1] // 2)  # as many secants as entries would explain anything
+    changes, effects = changes[:fitting], effects[:fitting]
+    S, F = torch.stack(changes, -1), torch.stack(effects, -1)  # (..., d, m)
+    gram = F.mT @ F
+    ridge = torch.finfo(F.dtype).eps ** (2 / 3) * gram.diagonal(dim1=-2, dim2=-1).amax(-1) + TINY
+    gram = gram + ridge[..., None, None] * torch.eye(len(effects), dtype=F.dtype, device=F.device)
+    g = torch.linalg.solve(gram, F.mT @ residual[..., None])
+    return residual - ((S + F) @ g)[..., 0]
+
+
+@dataclass
+class Extrapolation:
+    """n's polynomial through its past values, for the x or the y part of one step: the prediction and its correction."""
+
+    predicted: Tensor
+    decay: Factor
+    weight: Factor
+    """Of n at the end of the step in the corrector."""
+    correction: Callable[[Tensor], Tensor]
+    """What n at the end of the step adds to `predicted`."""
+
+    @staticmethod
+    def over(
+        h: float, state: Tensor, rate: Tensor, n: Tensor, past: list[tuple[float, Tensor]], decay: Factor
+    ) -> Extrapolation:
+        """From `state`, where the rate and n are given, over h; `past` holds (length, n) of the steps before."""
+        lengths = [length for length, _ in past]
+        *known, newest = _moments(h, decay, lengths)
+        slopes = _divided_differences(n, past)
+        predicted = state
+        for factor, term in zip(known, [rate, *slopes], strict=True):
+            predicted = added(predicted, factor, term)
+        widths = list(accumulate([h, *lengths]))
+
+        def correction(new: Tensor) -> Tensor:
+            difference = (new - n) / h
+            for width, slope in zip(widths[1:], slopes, strict=True):
+                difference = (difference - slope) / width
+            return scaled(newest, difference)
+
+        return Extrapolation(predicted, decay, newest / math.prod(widths), correction)
 
 
 def _moments(h: float, decay: Factor, intervals: list[float]) -> list[Factor]:
@@ -95,18 +236,3 @@ def _divided_differences(n: Tensor, past: list[tuple[float, Tensor]]) -> list[Te
         level = [(a - b) / sum(intervals[k : k + depth + 1]) for k, (a, b) in enumerate(pairwise(level))]
         found.append(level[0])
     return found
-
-
-def _newest_difference(new: Tensor, n: Tensor, h: float, intervals: list[float], slopes: list[Tensor]) -> Tensor:
-    """The divided difference over the end of the step and all earlier points."""
-    difference, width = (new - n) / h, h
-    for interval, slope in zip(intervals, slopes, strict=True):
-        width += interval
-        difference = (difference - slope) / width
-    return difference
-
-
-def _sum(state: Tensor, factors: list[Factor], terms: list[Tensor]) -> Tensor:
-    for factor, term in zip(factors, terms, strict=True):
-        state = added(state, factor, term)
-    return state

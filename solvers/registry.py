@@ -6,7 +6,7 @@ from solvers.explicit import RK4, Dopri5, Euler, Heun
 from solvers.exponential import ETD2RK, ETD3RK, ExponentialEuler
 from solvers.method import Method
 from solvers.multirate import MultirateEuler
-from solvers.multistep import ExponentialAdams
+from solvers.multistep import AndersonAdams, ExponentialAdams
 from solvers.splitting import LieTrotter, Strang
 from solvers.torchdiffeq_adapter import TorchDiffEq
 
@@ -19,6 +19,7 @@ METHODS: dict[str, type[Method]] = {
     "etd2rk": ETD2RK,
     "etd3rk": ETD3RK,
     "exponential_adams": ExponentialAdams,
+    "anderson_adams": AndersonAdams,
     "lie": LieTrotter,
     "strang": Strang,
 }

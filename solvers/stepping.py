@@ -95,7 +95,7 @@ class Trajectory:
     saved: list[Pair] = field(default_factory=list)
     status: Status = Status.SUCCESS
     tau: float = 0.0
-    past: Past = ()
+    past: Past | None = None
 
 
 @dataclass
@@ -124,7 +124,7 @@ class March:
         return trajectory
 
     def _run_fixed(self, trajectory: Trajectory, n: int) -> None:
-        step_function = self.gradient.wrap(self.method.step)
+        step_function = self.gradient.wrap(self.method.step, self.problem.system)
         h, rate = self.span / n, None
         stats = self.problem.stats
         for i in range(n):
@@ -140,7 +140,7 @@ class March:
 
     def _run_adaptive(self, trajectory: Trajectory, steps: AdaptiveSteps) -> None:
         assert self.method.error_order is not None
-        step_function = self.gradient.wrap(self.method.step)
+        step_function = self.gradient.wrap(self.method.step, self.problem.system)
         stats, direction = self.problem.stats, math.copysign(1.0, self.span)
         rate: Pair | None = None
         if steps.first_step is None:
@@ -182,7 +182,7 @@ class March:
         """Moves to the step's end, saving what lies in between; returns the rate at the end where the method knows it."""
         tau, direction = trajectory.tau, math.copysign(1.0, self.span)
         start_rate, end_rate = rate, step.end_rate
-        rates = self.gradient.wrap(self.problem.rates)
+        rates = self.gradient.wrap(self.problem.rates, self.problem.system)
         while len(trajectory.saved) < len(self.save_taus):
             save_tau = self.save_taus[len(trajectory.saved)]
             if direction * (save_tau - tau_end) > 0:
@@ -206,7 +206,7 @@ class March:
         trajectory.past = step.past
         return end_rate
 
-    def _past(self, trajectory: Trajectory) -> tuple[Past, ...]:
+    def _past(self, trajectory: Trajectory) -> tuple[Past | None, ...]:
         return (trajectory.past,) if self.method.multistep else ()
 
     def _save_start(self, trajectory: Trajectory) -> None:

@@ -15,6 +15,7 @@ from solvers import (
     ETD2RK,
     ETD3RK,
     RK4,
+    AndersonAdams,
     Backprop,
     Dopri5,
     Euler,
@@ -40,12 +41,13 @@ METHODS: tuple[Method, ...] = (
     ETD3RK(),
     ExponentialAdams(3),
     ExponentialAdams(4),
+    AndersonAdams(),
     LieTrotter(),
     Strang(),
     MultirateEuler(1),
     MultirateEuler(3),
 )
-ADAPTIVE: tuple[Method, ...] = (Heun(), Dopri5(), ETD2RK(), ETD3RK(), ExponentialAdams())
+ADAPTIVE: tuple[Method, ...] = (Heun(), Dopri5(), ETD2RK(), ETD3RK(), ExponentialAdams(), AndersonAdams())
 
 
 def states(seed: int = 0, x_shape: Sequence[int] = (2, 3), y_shape: Sequence[int] = (2, 3)) -> tuple[Tensor, Tensor]:
@@ -168,7 +170,7 @@ class Tampered(Backprop):
     def __init__(self, change: Callable[[Step, float, float], Step]) -> None:
         self.change = change
 
-    def wrap(self, step):  # type: ignore[no-untyped-def]
+    def wrap(self, step, system):  # type: ignore[no-untyped-def]
         return lambda problem, tau, h, *state: self.change(step(problem, tau, h, *state), tau, h)
 
 

@@ -143,7 +143,7 @@ def test_integrate_refuses(change: dict[str, Any], error: type[Exception], messa
         (lambda: FastSlowSystem().fast(0.0, X, Y), NotImplementedError, "FastSlowSystem must define fast"),
         (lambda: FastSlowSystem().slow(0.0, X, Y), NotImplementedError, "FastSlowSystem must define slow"),
         (lambda: Method().step(None, 0.0, 1.0, X, Y), NotImplementedError, "Method must define step"),
-        (lambda: Gradient().wrap(len), NotImplementedError, "Gradient must define wrap"),
+        (lambda: Gradient().wrap(len, FastSlowSystem()), NotImplementedError, "Gradient must define wrap"),
     ],
 )
 def test_constructors_refuse(make: Callable[[], object], error: type[Exception], message: str) -> None:

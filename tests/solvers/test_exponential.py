@@ -21,6 +21,7 @@ from solvers import (
     integrate,
     solve,
 )
+from solvers.method import Past
 from solvers.phi import phi
 from solvers.system import FastTimeProblem
 from tests.solvers.problems import Field, reference, slopes, states
@@ -174,12 +175,12 @@ def test_adams_is_exact_for_polynomial_n_of_degree_order_minus_two(method: Metho
     system.fast_decay = decay
     problem = FastTimeProblem.over_fast_time(system)
     x, y = torch.tensor([exact(0.0) + 1.0], dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
-    t, rate, past = 0.0, None, ()
+    t, rate, past = 0.0, None, Past()
     for h in (0.1, 0.3, 0.05, 0.7, 0.2):
         step = method.step(problem, t, h, x, y, rate, past)  # type: ignore[call-arg]
         t += h
         solution = exact(t) + math.exp(-decay * t)
-        starting = len(past) < method.order - 2
+        starting = len(past.values) < method.order - 2
         x, rate, past = step.x, step.end_rate, step.past
         if starting:
             x = torch.full_like(x, solution)

@@ -265,3 +265,35 @@ def test_epsilon_may_be_a_parameter() -> None:
             FastSlowSystem.__init__(self)
 
     assert Fixed().epsilon == 0.25 and Fixed().fast_decay == Fixed().slow_decay == 0.0
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS, ids=repr)
+@pytest.mark.parametrize("save_at", [None, [0.1, 0.5]])
+@pytest.mark.parametrize("steps", [FixedSteps(3), AdaptiveSteps(1e-4, 1e-4)], ids=repr)
+def test_overrides_of_functional_call_last_through_the_backward_pass(
+    gradient: Gradient, save_at: list[float] | None, steps: FixedSteps | AdaptiveSteps
+) -> None:
+    """A replay happens after `functional_call` has put the module's own tensors back."""
+
+    class Run(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.system = Network(0.5)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            solution = solve(
+                self.system, x, y, t1=0.5, method=Dopri5(), steps=steps, gradient=gradient, save_at=save_at
+            )
+            return solution.xs.sum() + solution.ys.square().sum()
+
+    run, (x, y) = Run(), states()
+    before = run.system.w.detach().clone()
+    override = (0.5 * before.flip(0)).requires_grad_()
+    x.requires_grad_()
+    found = torch.autograd.grad(torch.func.functional_call(run, {"system.w": override}, (x, y)), (override, x))
+    system = Network(0.5)
+    with torch.no_grad():
+        system.w.copy_(override)
+    run.system = system
+    expected = torch.autograd.grad(run(x, y), (system.w, x))
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
