@@ -21,6 +21,8 @@ from solvers import AdaptiveSteps, Backprop, Dopri5, FixedSteps, TorchDiffEq
 
 ROWS = 32
 """Sequences per forward pass."""
+LONGEST = 512
+"""Length up to which the default sequences grow to exceed a sliding window."""
 FIXED_STEPS = 8
 """Steps per layer that stand in for error control."""
 
@@ -38,7 +40,7 @@ class CausalityReport:
     """The largest effect of a later token on an earlier logit, by each way. Sizes are absolute, in logits."""
 
     length: int
-    """T of the sequences tested."""
+    """T of the longest sequence tested."""
     pairs: int
     """Pairs (t, s), t < s, covered."""
     perturbation_leak: float
@@ -59,7 +61,7 @@ class CausalityReport:
     def __str__(self) -> str:
         if self.ok:
             text = (
-                f"Causal: all {self.pairs} pairs of an earlier logit and a later token, T = {self.length}, by perturbation "
+                f"Causal: all {self.pairs} pairs of an earlier logit and a later token, T up to {self.length}, by perturbation "
                 "(bit-equal) and by Jacobian (exactly 0), with the gate open"
             )
         else:
@@ -74,7 +76,8 @@ class CausalityReport:
 def check_causality(
     model: FastSlowLM, tokens: Tensor | None = None, *, seed: int = 0, raise_on_leak: bool = False
 ) -> CausalityReport:
-    """Tests every pair (t, s > t) of `tokens` (1, T) or (T,); by default random ones across two block boundaries and a tail.
+    """Tests every pair (t, s > t) of `tokens` (1, T) or (T,); by default random ones: two sequences of three blocks, with and
+    without an incomplete block behind them, longer than a sliding window (of up to LONGEST tokens).
 
     The model is left as it was. A flow under error control is tested with equal steps: error control looks at one number
     per solve, so a later token moves earlier logits within the tolerance, which is not a leak of the field.
@@ -83,23 +86,25 @@ def check_causality(
     if not isinstance(model, FastSlowLM):
         raise TypeError(f"model must be a FastSlowLM, got {type(model).__name__}")
     tested, note = _testable(model)
-    base = _base_tokens(model, tokens, seed)
+    sequences = _base_tokens(model, tokens, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     opened = _open_gates(model, generator)
     was_training = model.training
     tested.eval()
     try:
-        perturbed, by_value = _perturbation(tested, opened, base, generator)
-        by_gradient, pair = _jacobian(tested, opened, base, generator)
+        found = [
+            (*_perturbation(tested, opened, base, generator), *_jacobian(tested, opened, base, generator))
+            for base in sequences
+        ]
     finally:
         tested.train(was_training)
-    length = base.shape[0]
+    lengths = [base.shape[0] for base in sequences]
     report = CausalityReport(
-        length=length,
-        pairs=length * (length - 1) // 2,
-        perturbation_leak=perturbed,
-        jacobian_leak=by_gradient,
-        worst_pair=by_value or pair,
+        length=max(lengths),
+        pairs=sum(length * (length - 1) // 2 for length in lengths),
+        perturbation_leak=max(by_value for by_value, _, _, _ in found),
+        jacobian_leak=max(by_gradient for _, _, by_gradient, _ in found),
+        worst_pair=next((pair for _, first, _, second in found for pair in (first, second) if pair), None),
         note=note,
     )
     if raise_on_leak and not report.ok:
@@ -120,19 +125,23 @@ def _testable(model: FastSlowLM) -> tuple[FastSlowLM, str]:
     return model.with_blocks(lambda layer: FlowBlock(layer, method, steps, Backprop())), note
 
 
-def _base_tokens(model: FastSlowLM, tokens: Tensor | None, seed: int) -> Tensor:
+def _base_tokens(model: FastSlowLM, tokens: Tensor | None, seed: int) -> list[Tensor]:
     config = model.config
     device = model.embedding.weight.device
     if tokens is not None:
         flat = tokens.flatten() if tokens.dim() == 2 and tokens.shape[0] == 1 else tokens
         if flat.dim() != 1 or flat.shape[0] < 2:
             raise ValueError(f"tokens must be one sequence of at least 2, got shape {tuple(tokens.shape)}")
-        return flat.to(device)
-    length = max(4, 2 * config.pool_size + config.pool_size // 2 + 1)
+        return [flat.to(device)]
+    size = config.pool_size
+    longest = max(4, 3 * size + max(1, size // 2), min((config.window or 0) + 2, LONGEST))
     if config.positions == "learned":
-        length = min(length, config.context)
+        longest = min(longest, config.context)
+    whole = longest // size * size  # ends on a block boundary
+    tail = longest if longest > whole else longest - 1
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(config.vocab_size or 1, (length,), generator=generator).to(device)
+    lengths = sorted({length for length in (whole, tail) if length >= 2}, reverse=True) or [longest]
+    return [torch.randint(config.vocab_size or 1, (n,), generator=generator).to(device) for n in lengths]
 
 
 def _open_gates(model: FastSlowLM, generator: torch.Generator) -> dict[str, Tensor]:

@@ -148,7 +148,8 @@ class TrainingConfig:
     beta2: Float = Field(default=0.99, ge=0, lt=1)
     gradient_clip: Float = Field(default=1.0, ge=0)
     """Global norm; 0 for none."""
-    scheme: Literal["discrete", "continuous"] = "discrete"
+    # By Field, since pydantic validates fields with a bare default after these, and switch_at's check needs it.
+    scheme: Literal["discrete", "continuous"] = Field(default="discrete")
     """Which of the two schemes training starts with."""
     switch_at: Int | None = Field(default=None, ge=1)
     """Step at which a continuous run becomes discrete. None: never."""
@@ -157,7 +158,7 @@ class TrainingConfig:
     """Fixed batches, the same at every evaluation."""
     checkpoint_every: Int = Field(default=500, ge=1)
     log_every: Int = Field(default=10, ge=1)
-    seed: Int = Field(default=1337, ge=0)
+    seed: Int = Field(default=1337, ge=0, lt=2**63)
     precision: Literal["32-true", "64-true", "bf16-mixed"] = "32-true"
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     progress: Bool = True

@@ -79,7 +79,8 @@ class FastSlowLM(nn.Module):
     def with_blocks(self, make_block: Callable[[FastSlowLayer], Block]) -> FastSlowLM:
         """A model that shares every parameter tensor with this one and runs each layer by `make_block(layer)`."""
         twin = copy.copy(self)
-        twin._modules = dict(self._modules)
+        for shared in ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"):
+            setattr(twin, shared, copy.copy(getattr(self, shared)))  # what is registered on one is not on the other
         twin.blocks = nn.ModuleList(make_block(block.layer) for block in self.blocks)  # type: ignore[arg-type]
         return twin
 

@@ -8,6 +8,7 @@ import odeformer.blocks
 import odeformer.fields
 import odeformer.layers
 from odeformer import CausalityError, FastSlowLM, check_causality, to_continuous
+from odeformer.coupling import lift
 from solvers import (
     ETD2RK,
     RK4,
@@ -46,7 +47,7 @@ def test_every_model_and_scheme_is_causal(settings: dict[str, object], method: o
     assert report.ok, str(report)
     assert report.perturbation_leak == 0.0
     assert report.jacobian_leak == 0.0
-    assert report.pairs == report.length * (report.length - 1) // 2
+    assert report.pairs > report.length * (report.length - 1) // 2  # of two lengths
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 16, 49])
@@ -95,6 +96,34 @@ def test_planted_leaks_are_seen_both_ways(leak: str, monkeypatch: pytest.MonkeyP
     assert "LEAK" in str(report) and f"token {t} depend" in str(report)
     with pytest.raises(CausalityError, match="LEAK"):
         check_causality(model, raise_on_leak=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "part", "mistake"),
+    [
+        ({"pool_size": 4, "window": 64}, (odeformer.layers, "causal_mask"), lambda n, w, d: torch.ones(n, n).bool()),
+        (
+            {"pool_size": 16, "window": 70, "context": 90},
+            (odeformer.layers, "causal_mask"),
+            lambda n, w, d: torch.ones(n, n).bool(),
+        ),
+        ({"pool_size": 2}, (odeformer.blocks, "pool"), _pool_with_tail),
+        ({"pool_size": 4, "positions": "learned", "context": 8}, (odeformer.blocks, "pool"), _pool_with_tail),
+    ],
+)
+def test_the_default_sequences_reach_windows_and_tails(
+    settings: dict[str, object], part: tuple[object, str], mistake: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*part, mistake)
+    assert not check_causality(open_model(relaxation=0.6, **settings)).ok
+
+
+def test_a_leak_at_whole_blocks_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaky(v: Tensor, length: int, size: int) -> Tensor:
+        return lift(v, length, size) if length % size else _lift_onto_own_block(v, length, size)
+
+    monkeypatch.setattr(odeformer.blocks, "lift", leaky)
+    assert not check_causality(open_model(pool_size=4)).ok
 
 
 def test_a_leak_of_one_pair_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

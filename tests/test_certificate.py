@@ -11,10 +11,12 @@ import odeformer.blocks
 import odeformer.coupling
 import odeformer.fields
 import odeformer.layers
+import odeformer.model
 from odeformer import FastSlowConfig, FastSlowLM, certify, euler_defect, to_continuous
 from odeformer.blocks import DiscreteBlock
 from odeformer.coupling import lift, pool
 from odeformer.discretisation.graphs import normal_form
+from odeformer.layers import Attention, causal_mask
 from solvers import Dopri5, FixedSteps
 from tests.helpers import open_model, random_tokens
 
@@ -188,6 +190,44 @@ def test_a_wrong_order_of_the_sequential_parts_is_caught(order: str, monkeypatch
     name, wrong = ("_fast_step", mlp_first) if order == "mlp first" else ("forward", y_first)
     monkeypatch.setattr(DiscreteBlock, name, wrong)
     assert not certify(FastSlowConfig(**SMALL, sublayers="sequential")).ok
+
+
+def _wider(length: int, window: int | None, device: torch.device) -> Tensor:
+    return causal_mask(length, (window or 0) + 1, device)
+
+
+@pytest.mark.parametrize(
+    ("settings", "module", "name", "mistake"),
+    [
+        ({"pool_size": 3, "window": 20}, odeformer.layers, "causal_mask", _wider),
+        ({"pool_size": 16, "window": 64}, odeformer.layers, "causal_mask", _wider),
+        ({"pool_size": 3, "window": 2}, odeformer.fields, "Attention", lambda c, w=None: Attention(c, c.window)),
+        ({"pool_size": 3}, odeformer.model, "pool", _pool_sum),
+        ({"pool_size": 3}, odeformer.blocks, "lift", lambda v, n, p: lift(v, n, p) * float(v.shape[1] < 3)),
+    ],
+    ids=["window off by one", "wide window off by one", "slow path with the window", "y starts as sums", "third block"],
+)
+def test_mistakes_that_need_a_long_sequence_are_caught(
+    settings: dict[str, object], module: object, name: str, mistake: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, mistake)
+    assert not certify(FastSlowConfig(**{**SMALL, **settings})).ok
+
+
+def test_a_gradient_lost_in_the_last_layer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = DiscreteBlock.forward
+
+    def wrong(self: DiscreteBlock, x: Tensor, y: Tensor, u: Tensor, last: bool = False) -> tuple[Tensor, Tensor]:
+        return right(self, x, y.detach() if last else y, u, last)
+
+    monkeypatch.setattr(DiscreteBlock, "forward", wrong)
+    assert not certify(FastSlowConfig(**SMALL)).ok
+
+
+@pytest.mark.parametrize("settings", [{"leak": 50.0, "pool_size": 3}, {"relaxation": 30.0, "pool_size": 2}])
+def test_a_stiff_config_is_certified_too(settings: dict[str, object]) -> None:
+    certificate = certify(FastSlowConfig(**{**SMALL, **settings}))
+    assert certificate.ok, str(certificate)
 
 
 def test_a_model_is_certified_with_its_own_weights_and_left_untouched() -> None:

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from odeformer.blocks import DiscreteBlock, FlowBlock, unit_steps
 from odeformer.config import FastSlowConfig
 from odeformer.discretisation.graphs import normal_form
-from odeformer.discretisation.reference import reference_layer_step
+from odeformer.discretisation.reference import reference_layer_step, reference_pool
 from odeformer.discretisation.schemes import euler_defect, to_continuous, to_discrete, twin_method
 from odeformer.fields import FastSlowField, FastSlowLayer
 from odeformer.model import FastSlowLM
@@ -29,6 +29,8 @@ from solvers import AdaptiveSteps, Dopri5, FixedSteps, Method, Strang, integrate
 
 TOLERANCE = 1e-12
 """Largest relative difference in float64."""
+LONGEST = 128
+"""Length up to which the compared sequences grow to exceed a sliding window: the literal transcription is slow."""
 ORDER_MARGIN = 0.1
 """Largest distance of an observed order from its theoretical value."""
 
@@ -160,7 +162,7 @@ def _certificate(own: FastSlowLM, layer: FastSlowLayer, tokens: Tensor | None, s
         graph_lengths=lengths,
         max_forward_difference=max(forward for forward, _, _ in numbers),
         max_gradient_difference=max(gradient for _, gradient, _ in numbers),
-        max_reference_difference=max(reference for _, _, reference in numbers),
+        max_reference_difference=max(_start_difference(own, tokens), *(reference for _, _, reference in numbers)),
         float32_bit_equal=equal32,
         model_logits_bit_equal=_logits_equal(own, method, number, tokens),
         euler_defect=euler_defect(own, tokens),
@@ -189,9 +191,11 @@ def randomise_(module: torch.nn.Module, seed: int) -> None:
 
 
 def _lengths(config: FastSlowConfig) -> list[int]:
-    """Token counts below one block, on a boundary, and inside an incomplete tail, within learned positions."""
+    """Token counts below one block, on a boundary, and of three blocks with an incomplete tail (and longer than a sliding window
+    of up to LONGEST tokens), within learned positions."""
     size = config.pool_size
-    wanted = {max(1, size - 1), size, 2 * size + max(1, size // 2)}
+    longest = max(3 * size + max(1, size // 2), min((config.window or 0) + 2, LONGEST))
+    wanted = {max(1, size - 1), size, longest}
     if config.positions == "learned":
         wanted = {min(T, config.context) for T in wanted}
     return sorted(wanted)
@@ -219,11 +223,27 @@ def _graph_differences(layer: FastSlowLayer, method: Method, lengths: Sequence[i
             for module in _block_and_step(layer, method)
         )
         found += [f"T = {T}: {line}" for line in block.differences(step)]
+        block, step = (
+            normal_form(_functional(module), dict(module.named_parameters()), *state)
+            for module in map(_FastOnly, _block_and_step(layer, method))
+        )
+        found += [f"T = {T}, as the last layer: {line}" for line in block.differences(step)]
     return found
 
 
-def _functional(module: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
-    def run(parameters: dict[str, Tensor], x: Tensor, y: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+class _FastOnly(torch.nn.Module):
+    """A block as the last layer of a model, from which x alone is read."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, y: Tensor, u: Tensor) -> tuple[Tensor]:
+        return (self.block(x, y, u, last=True)[0],)
+
+
+def _functional(module: torch.nn.Module) -> Callable[..., tuple[Tensor, ...]]:
+    def run(parameters: dict[str, Tensor], x: Tensor, y: Tensor, u: Tensor) -> tuple[Tensor, ...]:
         return functional_call(module, parameters, (x, y, u))
 
     return run
@@ -242,15 +262,17 @@ def _compare(layer: FastSlowLayer, method: Method, state: State) -> tuple[float,
     values, gradients = _values_and_gradients(layer, block, state)
     step_values, step_gradients = _values_and_gradients(layer, step, state)
     literal_values, literal_gradients = _values_and_gradients(layer, literal, state)
+    last_values, last_gradients = _values_and_gradients(layer, _FastOnly(block), state)
+    last_step_values, last_step_gradients = _values_and_gradients(layer, _FastOnly(step), state)
     return (
-        _largest_difference(values, step_values),
-        _largest_difference(gradients, step_gradients),
+        _largest_difference(values + last_values, step_values + last_step_values),
+        _largest_difference(gradients + last_gradients, step_gradients + last_step_gradients),
         max(_largest_difference(values, literal_values), _largest_difference(gradients, literal_gradients)),
     )
 
 
 def _values_and_gradients(
-    layer: FastSlowLayer, run: Callable[..., tuple[Tensor, Tensor]], state: State
+    layer: FastSlowLayer, run: Callable[..., tuple[Tensor, ...]], state: State
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, and the gradients of a random functional of them with respect to x, y, u and every parameter."""
     inputs = [tensor.clone().requires_grad_() for tensor in state]
@@ -283,6 +305,14 @@ def _bit_equal(layer: FastSlowLayer, method: Method, state: State) -> bool:
 
 
 @torch.no_grad()
+def _start_difference(model: FastSlowLM, tokens: Tensor) -> float:
+    """Of the initial states from x(0) = u and y(0) = Pool u, block mean after block mean."""
+    x, y, u = model.start(tokens)
+    pooled = u[:, :0] if model.config.coupling == "dense" else reference_pool(u, model.config.pool_size)
+    return _largest_difference([x, y], [u, pooled])
+
+
+@torch.no_grad()
 def _logits_equal(model: FastSlowLM, method: Method, number: int, tokens: Tensor) -> bool:
     flow = to_continuous(model, method, FixedSteps(number))
     return torch.equal(to_discrete(model)(tokens), flow(tokens))
@@ -290,17 +320,20 @@ def _logits_equal(model: FastSlowLM, method: Method, number: int, tokens: Tensor
 
 @torch.no_grad()
 def _observed_order(layer: FastSlowLayer, method: Method, seed: int) -> tuple[list[float], list[float], float]:
-    """(step sizes, relative global errors, slope) over a fast time of 1 against a tight Dormand-Prince solution."""
+    """(step sizes, relative global errors, slope) against a tight Dormand-Prince solution, over a fast time of 1, or as much less
+    as lets the steps resolve the leak and the relaxation."""
     T = min(2 * layer.config.pool_size + 1, 33) if layer.config.positions == "rotary" else _lengths(layer.config)[-1]
     x, y, u = _state(layer.config, max(T, layer.config.pool_size), seed, torch.float64)
     field = FastSlowField(layer, u)
-    exact = integrate(field, x, y, span=1.0, method=Dopri5(), steps=AdaptiveSteps(1e-11, 1e-12))
+    config = layer.config
+    span = 1.0 / max(1.0, config.leak, config.resolved_epsilon * config.relaxation)
+    exact = integrate(field, x, y, span=span, method=Dopri5(), steps=AdaptiveSteps(1e-11, 1e-12))
     scale = float(torch.sqrt(x.square().sum() + y.square().sum()))
     sizes, errors = [], []
     for n in (16, 32, 64):
-        found = integrate(field, x, y, span=1.0, method=method, steps=FixedSteps(n))
+        found = integrate(field, x, y, span=span, method=method, steps=FixedSteps(n))
         gap = sum(float((a - b).square().sum()) for a, b in zip(found, exact, strict=True)) ** 0.5
-        sizes.append(1.0 / n)
+        sizes.append(span / n)
         errors.append(gap / scale)
     slope = torch.tensor([errors[0] / errors[-1]]).log2().item() / 2 if errors[-1] > 0 else float("nan")
     return sizes, errors, slope

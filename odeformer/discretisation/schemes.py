@@ -41,6 +41,7 @@ def to_discrete(model: FastSlowLM, multirate: bool = False) -> FastSlowLM:
     With `multirate`, y takes one step per layer (the twin of `MultirateEuler(horizon)` over one step).
     Raises ValueError where the horizon has no discrete twin.
     """
+    _check_model(model)
     unit_steps(model.config)
     return model.with_blocks(lambda layer: DiscreteBlock(layer, multirate))
 
@@ -56,8 +57,14 @@ def to_continuous(
     `steps` counts steps per layer; bounds of error control are fast times. Defaults: RK4(), FixedSteps(4), Backprop().
     Raises ValueError or TypeError, by name, for a method, steps and gradient that do not fit together.
     """
+    _check_model(model)
     method, steps, gradient = method or RK4(), steps or FixedSteps(4), gradient or Backprop()
     return model.with_blocks(lambda layer: FlowBlock(layer, method, steps, gradient))
+
+
+def _check_model(model: FastSlowLM) -> None:
+    if not isinstance(model, FastSlowLM):
+        raise TypeError(f"model must be a FastSlowLM, got {type(model).__name__}")
 
 
 def twin_method(config: FastSlowConfig) -> Method:

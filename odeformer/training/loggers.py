@@ -32,6 +32,7 @@ class MetricsFile(Logger):
         self._row: dict[str, Any] = {}
         self._row_start = 0
         self._file: TextIO | None = None
+        self._rows = self._earlier()
 
     @property
     def name(self) -> str:
@@ -72,13 +73,32 @@ class MetricsFile(Logger):
             self._file = None
 
     def _open(self) -> TextIO:
-        rows: list[dict[str, str]] = []
-        if self.path.exists():
+        # The row of the step that the run is at may still grow.
+        if self._rows and int(self._rows[-1]["step"]) == self.first_step:
+            latest = self._rows.pop()
+            self._row = {name: float(text) for name, text in latest.items() if text and name != "step"}
+            self._row["step"] = self.first_step
+        return self._rewrite(self._rows)
+
+    def _earlier(self) -> list[dict[str, str]]:
+        """The rows to keep of an existing file. Raises ValueError naming a file that is damaged."""
+        if not self.path.exists():
+            return []
+        try:
             with open(self.path, encoding="utf-8", newline="") as file:
-                reader = csv.DictReader(file)
-                rows = [row for row in reader if int(row["step"]) <= self.first_step]
-                self.columns += [name for name in reader.fieldnames or () if name not in self.columns]
-        return self._rewrite(rows)
+                reader = csv.DictReader(file, strict=True)
+                rows = list(reader)
+            for number, row in enumerate(rows, start=2):
+                if None in row or None in row.values():
+                    raise ValueError(f"row {number} has another number of fields than the header")
+                for text in row.values():
+                    float(text or 0)
+            kept = [row for row in rows if int(row["step"]) <= self.first_step]
+        except (KeyError, ValueError, csv.Error) as error:
+            reason = f"no column {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"{self.path} is damaged: {reason}") from error
+        self.columns += [name for name in reader.fieldnames or () if name not in self.columns]
+        return kept
 
     def _widen(self, new: Sequence[str]) -> TextIO:
         self.finalize("")

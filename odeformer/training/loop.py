@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.plugins.io import TorchCheckpointIO
+from torch import Tensor
 
 from odeformer.data import Batch, Batches
 from odeformer.files import replacing
@@ -97,9 +98,22 @@ class WholeFiles(TorchCheckpointIO):
 
 def step_of(checkpoint: Path) -> int:
     """Optimiser steps done in one of Lightning's checkpoints. Raises ValueError naming a file that is damaged."""
+    return int(_content(checkpoint)["global_step"])
+
+
+def weights_of(checkpoint: Path) -> dict[str, Tensor]:
+    """The model's state_dict in a checkpoint of `FastSlowModule`. Raises as `step_of` does."""
+    state = _content(checkpoint)["state_dict"]
+    return {name.removeprefix("model."): value for name, value in state.items()}
+
+
+def _content(checkpoint: Path) -> dict[str, Any]:
+    needed = ("global_step", "state_dict", "optimizer_states", "loops", "pytorch-lightning_version")
     try:
         content = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        return int(content["global_step"])
+        if missing := [name for name in needed if name not in content]:
+            raise KeyError(f"it lacks {', '.join(missing)}")
+        return content
     except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{checkpoint} is damaged or not a checkpoint of a run: {reason}") from error

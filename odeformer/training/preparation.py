@@ -39,6 +39,8 @@ def initial_model(config: RunConfig) -> FastSlowLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
         model = FastSlowLM(config.model)
+    if config.training.precision == "64-true":
+        model.double()  # before a checkpoint is loaded into it, which Lightning would do in float32
     if config.training.scheme == "continuous":
         return to_continuous(model, **flow_from_config(config.flow))
     return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from odeformer.causality import check_causality
 from odeformer.config import RunConfig
 from odeformer.data import Batch, Batches, TextData, evaluation_batches, load_data
+from odeformer.discretisation import to_discrete
 from odeformer.files import write_json
 from odeformer.model import FastSlowLM
 from odeformer.training.callbacks import (
@@ -26,10 +28,10 @@ from odeformer.training.callbacks import (
     SwitchToDiscrete,
     read_switch,
 )
-from odeformer.training.checkpoints import FOLDER, load_model
+from odeformer.training.checkpoints import FOLDER, save_model
 from odeformer.training.errors import DivergedError, TrainingInterrupted
 from odeformer.training.loggers import METRICS_FILE, MetricsFile
-from odeformer.training.loop import Stop, Stream, WholeFiles, quiet, step_of
+from odeformer.training.loop import Stop, Stream, WholeFiles, quiet, step_of, weights_of
 from odeformer.training.module import FastSlowModule, evaluate
 from odeformer.training.preparation import (
     check_config,
@@ -112,7 +114,7 @@ def train(
     validation = list(evaluation_batches(data.validation, training.batch_size, context, training.evaluation_batches))
     first_step = step_of(folder / FOLDER / LAST_CHECKPOINT) if resume else 0
     if first_step >= training.steps:
-        return _finished(config, folder, validation)
+        return _finish(config, folder, validation)
     model = initial_model(config)
     check_causality(model, raise_on_leak=True)
     if not resume:
@@ -136,19 +138,31 @@ def metric_columns(config: RunConfig) -> list[str]:
     return columns
 
 
-def _finished(config: RunConfig, folder: Path, validation: Sequence[Batch]) -> TrainingResult:
-    """The result of a run that has no step left to do."""
-    model = load_model(folder)
-    return TrainingResult(
+def _finish(config: RunConfig, folder: Path, validation: Sequence[Batch]) -> TrainingResult:
+    """The result of a run that has no step left to do; writes what an interruption of its last moments left unwritten."""
+    switch, steps = read_switch(folder), config.training.steps
+    model = initial_model(config)
+    model.load_state_dict(weights_of(folder / FOLDER / LAST_CHECKPOINT))
+    if switch is not None:
+        model = to_discrete(model)
+    result = TrainingResult(
         folder=folder,
         model=model,
         validation_loss=evaluate(model, validation),
         train_loss=float("nan"),
-        steps=config.training.steps,
+        steps=steps,
         seconds=0.0,
         tokens_per_second=0.0,
-        switch=read_switch(folder),
+        switch=switch,
     )
+    written = folder / RESULT_FILE
+    if not written.is_file() or json.loads(written.read_text(encoding="utf-8")).get("steps") != steps:
+        save_model(model, folder / FOLDER, step=steps)
+        metrics = MetricsFile(folder / METRICS_FILE, metric_columns(config), steps)
+        metrics.log_metrics({"validation/loss": result.validation_loss}, steps)
+        metrics.finalize("success")
+        write_json(folder / RESULT_FILE, result.to_dict())
+    return result
 
 
 @dataclass
