@@ -79,7 +79,7 @@ def test_certify_a_config_file_overrides_and_a_checkpoint(tmp_path: Path, capsys
     assert main(["certify", "run.yaml", "model.pool_size=3", "--json", "found.json"]) == 0
     found = json.loads(Path("found.json").read_text())
     assert found["ok"] is True
-    assert (found["sublayers"], found["graph_lengths"]) == ("sequential", [2, 3, 7])
+    assert (found["sublayers"], found["graph_lengths"]) == ("sequential", [2, 3, 10])
     save_model(to_continuous(open_model(pool_size=4)), "model")
     assert main(["certify", "model"]) == 0
     assert capsys.readouterr().out.count("holds") == 2

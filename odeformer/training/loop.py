@@ -114,6 +114,6 @@ def _content(checkpoint: Path) -> dict[str, Any]:
         if missing := [name for name in needed if name not in content]:
             raise KeyError(f"it lacks {', '.join(missing)}")
         return content
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
+    except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{checkpoint} is damaged or not a checkpoint of a run: {reason}") from error
