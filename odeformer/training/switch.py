@@ -53,9 +53,9 @@ class SwitchReport:
 
     def __str__(self) -> str:
         rows = [str(self.certificate)]
-        if self.euler_defect is not None:
+        if self.euler_defect is not None and self.gap is not None:  # otherwise it is the certificate's
             defects = ", ".join(f"{defect:.2e}" for defect in self.euler_defect)
-            rows.append(f"Euler defect per layer           {defects}")
+            rows.append(f"Euler defect on the run's text   {defects}")
         if self.gap is not None:
             rows.append(
                 f"Validation loss                  {self.validation_loss_before:.4f} continuous -> "
