@@ -5,9 +5,9 @@ from solvers.exponential import ETD2RK, ETD3RK, ExponentialEuler
 from solvers.gradients import Backprop, Checkpointed, Gradient
 from solvers.integrate import check_scheme, integrate, solve
 from solvers.method import Method, Step
-from solvers.multirate import MultirateEuler
+from solvers.multirate import MRIGARK22, MultirateEuler
 from solvers.multistep import AndersonAdams, ExponentialAdams
-from solvers.registry import METHODS, method_by_name
+from solvers.registry import METHODS, MULTIRATE, method_by_name
 from solvers.solution import Solution, SolveError, Stats, Status
 from solvers.splitting import LieTrotter, Strang
 from solvers.stepping import AdaptiveSteps, FixedSteps, Steps
@@ -18,6 +18,8 @@ __all__ = [
     "ETD2RK",
     "ETD3RK",
     "METHODS",
+    "MRIGARK22",
+    "MULTIRATE",
     "RK4",
     "AdaptiveSteps",
     "AndersonAdams",

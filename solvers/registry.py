@@ -5,7 +5,7 @@ from __future__ import annotations
 from solvers.explicit import RK4, Dopri5, Euler, Heun
 from solvers.exponential import ETD2RK, ETD3RK, ExponentialEuler
 from solvers.method import Method
-from solvers.multirate import MultirateEuler
+from solvers.multirate import MRIGARK22, MultirateEuler
 from solvers.multistep import AndersonAdams, ExponentialAdams
 from solvers.splitting import LieTrotter, Strang
 from solvers.torchdiffeq_adapter import TorchDiffEq
@@ -25,13 +25,23 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
+MULTIRATE: dict[str, type[MultirateEuler] | type[MRIGARK22]] = {
+    "multirate_euler": MultirateEuler,
+    "mri_gark22": MRIGARK22,
+}
+
+
 def method_by_name(name: str) -> Method | TorchDiffEq:
-    """The method of that name: one of METHODS, "multirate_euler:M" (M micro-steps) or "torchdiffeq:NAME". Raises ValueError."""
+    """The method of that name: one of METHODS, "multirate_euler:M", "mri_gark22:M" (M micro-steps) or "torchdiffeq:NAME".
+
+    Raises ValueError for any other.
+    """
     kind, _, argument = name.partition(":")
     if kind == "torchdiffeq" and argument:
         return TorchDiffEq(argument)
-    if kind == "multirate_euler" and argument.isdecimal():
-        return MultirateEuler(int(argument))
+    if kind in MULTIRATE and argument.isdecimal():
+        return MULTIRATE[kind](int(argument))
     if name in METHODS:
         return METHODS[name]()
-    raise ValueError(f"unknown method {name!r}; known: {', '.join(METHODS)}, multirate_euler:M, torchdiffeq:NAME")
+    known = [*METHODS, *(f"{kind}:M" for kind in MULTIRATE), "torchdiffeq:NAME"]
+    raise ValueError(f"unknown method {name!r}; known: {', '.join(known)}")

@@ -11,11 +11,11 @@ from odeformer.discretisation import to_continuous, to_discrete
 from odeformer.model import FastSlowLM
 from solvers import (
     METHODS,
+    MULTIRATE,
     AdaptiveSteps,
     Backprop,
     Checkpointed,
     FixedSteps,
-    MultirateEuler,
     TorchDiffEq,
     check_scheme,
     method_by_name,
@@ -77,8 +77,9 @@ def with_scheme(model: FastSlowLM, scheme: str, flow: FlowConfig | None) -> Fast
 def _name_of(method: Any) -> str:
     if isinstance(method, TorchDiffEq):
         return f"torchdiffeq:{method.name}"
-    if isinstance(method, MultirateEuler):
-        return f"multirate_euler:{method.micro_steps}"
+    for kind, multirate in MULTIRATE.items():
+        if isinstance(method, multirate) and method == multirate(method.micro_steps):
+            return f"{kind}:{method.micro_steps}"
     names = [name for name, kind in METHODS.items() if type(method) is kind and method == kind()]
     if not names:
         raise ValueError(f"{method!r} is not one of the named methods: {', '.join(METHODS)}")

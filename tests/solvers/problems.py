@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from solvers import (
     ETD2RK,
     ETD3RK,
+    MRIGARK22,
     RK4,
     AndersonAdams,
     Backprop,
@@ -46,6 +47,10 @@ METHODS: tuple[Method, ...] = (
     Strang(),
     MultirateEuler(1),
     MultirateEuler(3),
+    MRIGARK22(1),
+    MRIGARK22(3),
+    MRIGARK22(2, node=0.5),
+    MRIGARK22(1, node=2 / 3),
 )
 ADAPTIVE: tuple[Method, ...] = (Heun(), Dopri5(), ETD2RK(), ETD3RK(), ExponentialAdams(), AndersonAdams())
 
@@ -123,6 +128,34 @@ class Network(FastSlowSystem):
             Part("fast", self.couple),
             Part("slow", self.turn),
         )
+
+
+class KPR(FastSlowSystem):
+    """The Kvaerno-Prothero-Robinson problem (Sandu, SIAM J. Numer. Anal. 57 (2019), section 6) with eps = 1 / omega.
+
+    (x, y)' = L ((x^2 - 3 - cos(omega t)) / (2 x), (y^2 - 2 - cos t) / (2 y)) - (omega sin(omega t) / (2 x), sin t / (2 y)) with
+    L = (l_f, (1 - c) (l_f - l_s)), (-c (l_f - l_s), l_s), l_f = -10, l_s = -1; x = sqrt(3 + cos(omega t)), y = sqrt(2 + cos t).
+    """
+
+    def __init__(self, omega: float = 20.0, coupling: float = 0.1) -> None:
+        super().__init__()
+        self.omega, self.coupling, self.epsilon = omega, coupling, 1 / omega
+
+    def residuals(self, t: float | Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        t = torch.as_tensor(t, dtype=x.dtype)
+        return (x * x - 3 - torch.cos(self.omega * t)) / (2 * x), (y * y - 2 - torch.cos(t)) / (2 * y)
+
+    def fast(self, t: float | Tensor, x: Tensor, y: Tensor) -> Tensor:
+        a, b = self.residuals(t, x, y)
+        wave = self.omega * torch.sin(self.omega * torch.as_tensor(t, dtype=x.dtype)) / (2 * x)
+        return self.epsilon * (-10 * a - 9 * (1 - self.coupling) * b - wave)
+
+    def slow(self, t: float | Tensor, x: Tensor, y: Tensor) -> Tensor:
+        a, b = self.residuals(t, x, y)
+        return 9 * self.coupling * a - b - torch.sin(torch.as_tensor(t, dtype=y.dtype)) / (2 * y)
+
+    def exact(self, t: float) -> Tensor:
+        return torch.tensor([math.sqrt(3 + math.cos(self.omega * t)), math.sqrt(2 + math.cos(t))], dtype=torch.float64)
 
 
 class Field(FastSlowSystem):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from solvers import (
+    MRIGARK22,
     RK4,
     AdaptiveSteps,
     Dopri5,
@@ -135,6 +136,9 @@ def test_integrate_refuses(change: dict[str, Any], error: type[Exception], messa
         ),
         (lambda: MultirateEuler(0), ValueError, "micro_steps must be at least 1, got 0"),
         (lambda: MultirateEuler(2.0), TypeError, "micro_steps must be an int, got 2.0"),
+        (lambda: MRIGARK22(0), ValueError, "micro_steps must be at least 1, got 0"),
+        (lambda: MRIGARK22(2, 0.4), ValueError, "node must be in [1/2, 1], got 0.4"),
+        (lambda: MRIGARK22(2, math.nan), ValueError, "node must be in [1/2, 1], got nan"),
         (lambda: method_by_name("midpoint"), ValueError, "unknown method 'midpoint'; known: euler"),
         (lambda: method_by_name("multirate_euler"), ValueError, "unknown method 'multirate_euler'"),
         (lambda: method_by_name("multirate_euler:\u00b2"), ValueError, "unknown method 'multirate_euler:\u00b2'"),
@@ -159,7 +163,9 @@ def test_times_may_be_scalar_tensors_and_ints() -> None:
     assert torch.equal(one.xs, two.xs) and one.ts.tolist() == two.ts.tolist() == [0.0, 0.5, 1.0]
 
 
-@pytest.mark.parametrize("method", [Euler(), Dopri5(), LieTrotter(), Strang(), MultirateEuler(2)], ids=repr)
+@pytest.mark.parametrize(
+    "method", [Euler(), Dopri5(), LieTrotter(), Strang(), MultirateEuler(2), MRIGARK22(2)], ids=repr
+)
 def test_rates_of_another_shape_are_refused(method: Method) -> None:
     """Adding them would broadcast: a smaller one silently, a larger one by growing the state."""
     arguments: dict[str, Any] = {"t1": 1.0, "method": method, "steps": FixedSteps(2)}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from solvers import (
+    MRIGARK22,
     RK4,
     AdaptiveSteps,
     Dopri5,
@@ -174,6 +175,8 @@ def test_evaluations_are_counted() -> None:
         LieTrotter(): (5, 5),
         Strang(): (20, 20),
         MultirateEuler(3): (15, 5),
+        MRIGARK22(3): (30, 10),
+        MRIGARK22(3, 0.5): (60, 10),
     }
     for method, counts in expected.items():
         stats = solve(Network(0.5), x, y, t1=1.0, method=method, steps=FixedSteps(5)).stats
@@ -206,5 +209,6 @@ def test_methods_have_names_and_values() -> None:
     for name, method in REGISTERED.items():
         assert method_by_name(name) == method() and hash(method_by_name(name)) == hash(method())
     assert method_by_name("multirate_euler:4") == MultirateEuler(4) != MultirateEuler(5)
+    assert method_by_name("mri_gark22:4") == MRIGARK22(4) != MRIGARK22(4, 0.5)
     assert repr(method_by_name("torchdiffeq:bosh3")) == "TorchDiffEq('bosh3')"
     assert repr(Recorded()) == "Recorded()"

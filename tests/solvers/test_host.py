@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from solvers import (
+    MRIGARK22,
     RK4,
     AdaptiveSteps,
     Backprop,
@@ -108,6 +109,8 @@ class Flow(nn.Module):
         (RK4(), Checkpointed()),
         (Strang(), Checkpointed()),
         (MultirateEuler(2), Backprop()),
+        (MRIGARK22(2), Backprop()),
+        (MRIGARK22(2, 0.5), Checkpointed()),
     ],
     ids=repr,
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from solvers import (
+    MRIGARK22,
     RK4,
     AdaptiveSteps,
     AndersonAdams,
@@ -118,6 +119,8 @@ def test_stages_are_told_slow_time() -> None:
         Euler(): ([0, 1], [0, 1]),
         RK4(): ([0, 0.5, 0.5, 1, 1, 1.5, 1.5, 2], [0, 0.5, 0.5, 1, 1, 1.5, 1.5, 2]),
         MultirateEuler(2): ([0, 0.5, 1, 1.5], [0, 1]),
+        MRIGARK22(2): ([0, 0.5, 0.5, 1, 1, 1.5, 1.5, 2], [0, 1, 1, 2]),
+        MRIGARK22(1, 0.5): ([0, 0.5, 0.5, 1, 1, 1.5, 1.5, 2], [0, 0.5, 1, 1.5]),
         LieTrotter(): ([0, 1], [0, 1]),
         Strang(): ([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75], [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75]),
     }
@@ -143,7 +146,7 @@ def test_backwards_in_time_is_the_reflected_problem() -> None:
     x, y = states()
     forward = Network(0.5)
     reflected = Field(lambda t, x, y: -forward.fast(-t, x, y), lambda t, x, y: -forward.slow(-t, x, y), forward.epsilon)
-    for method in (Euler(), RK4(), Dopri5(), MultirateEuler(2)):
+    for method in (Euler(), RK4(), Dopri5(), MultirateEuler(2), MRIGARK22(2)):
         back = solve(forward, x, y, t0=1.0, t1=0.25, method=method, steps=FixedSteps(4))
         mirror = solve(reflected, x, y, t0=-1.0, t1=-0.25, method=method, steps=FixedSteps(4))
         torch.testing.assert_close((back.xs, back.ys), (mirror.xs, mirror.ys), rtol=1e-13, atol=1e-13)

@@ -10,7 +10,17 @@ import torch
 
 from odeformer import FastSlowLM, to_continuous, to_discrete
 from odeformer.training import load_model, save_model
-from solvers import RK4, AdaptiveSteps, Checkpointed, Dopri5, FixedSteps, LieTrotter, MultirateEuler, TorchDiffEq
+from solvers import (
+    MRIGARK22,
+    RK4,
+    AdaptiveSteps,
+    Checkpointed,
+    Dopri5,
+    FixedSteps,
+    LieTrotter,
+    MultirateEuler,
+    TorchDiffEq,
+)
 from tests.helpers import open_model, random_tokens
 from tests.training.helpers import fill_disk, same_weights
 
@@ -38,6 +48,7 @@ def test_a_model_survives_its_files_bit_for_bit(tmp_path: Path, settings: dict[s
         (LieTrotter(), FixedSteps(1), Checkpointed()),
         (Dopri5(), AdaptiveSteps(1e-4, 1e-6), None),
         (MultirateEuler(4), FixedSteps(1), None),
+        (MRIGARK22(4), FixedSteps(1), None),
         (TorchDiffEq("midpoint"), FixedSteps(2), None),
     ],
 )
