@@ -4,6 +4,7 @@ from solvers.explicit import RK4, Dopri5, Euler, Heun
 from solvers.exponential import ETD2RK, ETD3RK, ExponentialEuler
 from solvers.gradients import Backprop, Checkpointed, Gradient
 from solvers.integrate import check_scheme, integrate, solve
+from solvers.manifold import SlowManifold
 from solvers.method import Method, Step
 from solvers.multirate import MRIGARK22, MultirateEuler
 from solvers.multistep import AndersonAdams, ExponentialAdams
@@ -38,6 +39,7 @@ __all__ = [
     "Method",
     "MultirateEuler",
     "Part",
+    "SlowManifold",
     "Solution",
     "SolveError",
     "Stats",

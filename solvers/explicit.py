@@ -51,12 +51,13 @@ class ExplicitRungeKutta(Method):
         x_end, y_end = advance(x, h, tableau.weights, fast), advance(y, h, tableau.weights, slow)
         error = None
         if tableau.error is not None:
-            error = (_combine(h, tableau.error, fast), _combine(h, tableau.error, slow))
+            error = (combine(h, tableau.error, fast), combine(h, tableau.error, slow))
         end_rate = (fast[-1], slow[-1]) if self.first_same_as_last else None
         return Step(x_end, y_end, error, end_rate)
 
 
-def _combine(h: float, weights: tuple[float, ...], rates: list[Tensor]) -> Tensor:
+def combine(h: float, weights: tuple[float, ...], rates: list[Tensor]) -> Tensor:
+    """h sum_i weights_i rates_i, where some weight is not zero."""
     terms = [(weight, rate) for weight, rate in zip(weights, rates, strict=True) if weight]
     total = terms[0][1] * (h * terms[0][0])
     for weight, rate in terms[1:]:

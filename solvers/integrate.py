@@ -210,7 +210,7 @@ def _solution(
             (*times, t0 + epsilon * trajectory.tau)[len(saved)],
         )
         where = f"between slow times t = {before:.6g} and t = {by:.6g}"
-    message = "" if status is Status.SUCCESS else _message(status, where, method, problem)
+    message = "" if status is Status.SUCCESS else _message(status, where, method, problem, trajectory.reason)
     solution = Solution(
         ts=torch.tensor(times[: len(saved)], dtype=torch.float64, device=trajectory.x.device),
         xs=torch.stack([x for x, _ in saved]) if saved else trajectory.x.new_empty((0, *trajectory.x.shape)),
@@ -232,12 +232,13 @@ _ADVICE = {
     Status.NON_FINITE: "the field returned inf or nan, or the steps were unstable: check the field there, or take smaller steps",
     Status.STEP_UNDERFLOW: "loosen rtol and atol, or lower min_step; a stiff fast subsystem needs a stiff method",
     Status.STEP_LIMIT: "raise max_steps, loosen the tolerances, or take a method made for stiff systems",
+    Status.ROOT_NOT_FOUND: "raise max_iterations or the tolerance, or integrate x too where f has no attracting root",
 }
 
 
-def _message(status: Status, where: str, method: Method | TorchDiffEq, problem: FastTimeProblem) -> str:
+def _message(status: Status, where: str, method: Method | TorchDiffEq, problem: FastTimeProblem, reason: str) -> str:
     stats = problem.stats
     return (
         f"{status.value} {where} with {method!r} after {stats.accepted} accepted and "
-        f"{stats.rejected} rejected steps: {_ADVICE[status]}"
+        f"{stats.rejected} rejected steps{f' ({reason})' if reason else ''}: {_ADVICE[status]}"
     )

@@ -42,6 +42,12 @@ class Method:
     first_same_as_last: ClassVar[bool] = False
     multistep: ClassVar[bool] = False
     """Whether `step` takes the `past` that the step before returned, as one more argument."""
+    reads_host: ClassVar[bool] = False
+    """Whether `step` reads tensors on the host; equal steps then wait for the device, and do not compile whole."""
+
+    def integrates(self, problem: FastTimeProblem) -> FastTimeProblem:
+        """The problem whose rates and states the steps follow: the given one, or that with x bound to y."""
+        return problem
 
     def step(
         self, problem: FastTimeProblem, tau: float, h: float, x: Tensor, y: Tensor, rate: Pair | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from solvers.explicit import RK4, Dopri5, Euler, Heun
 from solvers.exponential import ETD2RK, ETD3RK, ExponentialEuler
+from solvers.manifold import SlowManifold
 from solvers.method import Method
 from solvers.multirate import MRIGARK22, MultirateEuler
 from solvers.multistep import AndersonAdams, ExponentialAdams
@@ -22,6 +23,7 @@ METHODS: dict[str, type[Method]] = {
     "anderson_adams": AndersonAdams,
     "lie": LieTrotter,
     "strang": Strang,
+    "slow_manifold": SlowManifold,
 }
 
 

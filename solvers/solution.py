@@ -15,6 +15,7 @@ class Status(enum.Enum):
     NON_FINITE = "non-finite state or field"
     STEP_UNDERFLOW = "step size below the smallest allowed"
     STEP_LIMIT = "step limit reached"
+    ROOT_NOT_FOUND = "no root of the fast field found"
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch import Tensor
 from solvers.gradients import Backprop, Gradient
 from solvers.method import Method, Pair, Past, Step
 from solvers.solution import Status
-from solvers.system import FastTimeProblem
+from solvers.system import FastTimeProblem, RootNotFound
 
 DEFAULT_MAX_STEPS = 100_000
 
@@ -96,6 +96,12 @@ class Trajectory:
     status: Status = Status.SUCCESS
     tau: float = 0.0
     past: Past | None = None
+    reason: str = ""
+    """What a failure has to say beyond its status."""
+
+    def fail(self, error: RootNotFound) -> None:
+        self.status = Status.NON_FINITE if math.isnan(error.residual) else Status.ROOT_NOT_FOUND
+        self.reason = str(error)
 
 
 @dataclass
@@ -116,10 +122,16 @@ class March:
         self._save_start(trajectory)
         if self.span == 0:
             return trajectory
-        if isinstance(self.steps, FixedSteps):
-            self._run_fixed(trajectory, self.steps.n)
-        else:
-            self._run_adaptive(trajectory, self.steps)
+        self.problem = self.method.integrates(self.problem)
+        try:
+            if self.problem.constrained:
+                trajectory.x = self.gradient.wrap(self.problem.settled)(0.0, x, y)
+            if isinstance(self.steps, FixedSteps):
+                self._run_fixed(trajectory, self.steps.n)
+            else:
+                self._run_adaptive(trajectory, self.steps)
+        except RootNotFound as error:
+            trajectory.fail(error)
         self.problem.counting = False
         return trajectory
 
@@ -162,10 +174,18 @@ class March:
             if tau + direction * taken == tau:
                 trajectory.status = Status.STEP_UNDERFLOW
                 return
-            step = step_function(
-                self.problem, tau, direction * taken, trajectory.x, trajectory.y, rate, *self._past(trajectory)
-            )
             stats.steps += 1
+            try:
+                step = step_function(
+                    self.problem, tau, direction * taken, trajectory.x, trajectory.y, rate, *self._past(trajectory)
+                )
+            except RootNotFound as error:
+                stats.rejected += 1
+                if taken <= steps.min_step or taken < 1e-14 * abs(self.span):
+                    trajectory.fail(error)
+                    return
+                size = max(taken * controller.after_rejection(math.inf), steps.min_step)
+                continue
             ratio = error_ratio(step, trajectory.x, trajectory.y, steps)
             if ratio <= 1:
                 stats.accepted += 1
@@ -196,12 +216,11 @@ class March:
                 end_rate = rates(tau_end, step.x, step.y)
             h = tau_end - tau
             theta = (save_tau - tau) / h
-            trajectory.saved.append(
-                (
-                    hermite(theta, h, trajectory.x, step.x, start_rate[0], end_rate[0]),
-                    hermite(theta, h, trajectory.y, step.y, start_rate[1], end_rate[1]),
-                )
-            )
+            x = hermite(theta, h, trajectory.x, step.x, start_rate[0], end_rate[0])
+            y = hermite(theta, h, trajectory.y, step.y, start_rate[1], end_rate[1])
+            if self.problem.constrained:
+                x = self.gradient.wrap(self.problem.settled)(save_tau, x, y)
+            trajectory.saved.append((x, y))
         trajectory.x, trajectory.y, trajectory.tau = step.x, step.y, tau_end
         trajectory.past = step.past
         return end_rate
@@ -296,8 +315,8 @@ def initial_step(
     problem: FastTimeProblem, method: Method, steps: AdaptiveSteps, x: Tensor, y: Tensor, span: float
 ) -> float:
     """First step size by the algorithm of Hairer, Norsett & Wanner, Solving ODEs I, section II.4; nan where the first rate
-    is not finite."""
-    scale_x, scale_y = _scale(steps, x), _scale(steps, y)
+    is not finite. Its formulas compare times with 1, so they are evaluated in the problem's unit of time."""
+    scale_x, scale_y, unit = _scale(steps, x), _scale(steps, y), problem.unit
 
     def norm(fast: Tensor, slow: Tensor) -> float:
         return float(torch.maximum(_scaled_norm(fast, scale_x), _scaled_norm(slow, scale_y)))
@@ -305,15 +324,15 @@ def initial_step(
     rate = problem.rates(0.0, x, y)
     if not _all_finite(*rate):
         return math.nan
-    d0, d1 = norm(x, y), norm(*rate)
+    d0, d1 = norm(x, y), unit * norm(*rate)
     # d1 is infinite where the tolerance is zero, at a zero of the state with atol = 0.
     h0 = 0.01 * d0 / d1 if 1e-5 <= d0 < math.inf and 1e-5 <= d1 < math.inf else 1e-6
-    h0 = min(h0, abs(span))
-    h = math.copysign(h0, span)
+    h0 = min(h0, abs(span) / unit)
+    h = math.copysign(unit * h0, span)
     ahead = problem.rates(h, x.add(rate[0], alpha=h), y.add(rate[1], alpha=h))
-    d2 = norm(ahead[0] - rate[0], ahead[1] - rate[1]) / h0
+    d2 = unit * norm(ahead[0] - rate[0], ahead[1] - rate[1]) / h0
     if not math.isfinite(d1) or not math.isfinite(d2):
-        return h0
+        return unit * h0
     steepest = max(d1, d2)
     h1 = max(1e-6, h0 * 1e-3) if steepest <= 1e-15 else (0.01 / steepest) ** (1 / (method.order + 1))
-    return min(100 * h0, h1)
+    return unit * min(100 * h0, h1)

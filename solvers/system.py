@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,14 @@ class FastSlowSystem(nn.Module):
         return (Part("fast", self.fast), Part("slow", self.slow))
 
 
+class RootNotFound(ArithmeticError):
+    """No x with f(t, x, y) = 0 was found at the slow time t. The residual is nan where f is not finite."""
+
+    def __init__(self, t: float, residual: float, cause: str) -> None:
+        super().__init__(f"no root of f at t = {t:.6g}: {cause}")
+        self.residual = residual
+
+
 @dataclass
 class FastTimeProblem:
     """A system in fast time: dx/dtau = f, dy/dtau = eps g. Fast time keeps a unit step exactly 1.
@@ -67,6 +75,11 @@ class FastTimeProblem:
     `fast_scale` is None, or eps' value over the tensor eps: it is 1, and carries the derivative of a solve over a fixed
     span of *slow* time, whose steps in fast time depend on eps.
     """
+
+    constrained: ClassVar[bool] = False
+    """Whether x is bound to y, by `settled`."""
+    unit: ClassVar[float] = 1.0
+    """Fast time over which the state changes by its own size, as a first guess."""
 
     system: FastSlowSystem
     t0: float = 0.0
@@ -89,7 +102,7 @@ class FastTimeProblem:
             return FastTimeProblem(system, t0, value / epsilon, value, Stats(), not torch.compiler.is_compiling())
         return FastTimeProblem(system, t0, None, epsilon, Stats(), not torch.compiler.is_compiling())
 
-    def slow_time(self, tau: float) -> float | Tensor:
+    def slow_time(self, tau: float | Tensor) -> float | Tensor:
         """t of the fast time tau."""
         return self.t0 + self.slow_scale * tau
 
@@ -109,6 +122,10 @@ class FastTimeProblem:
         """(dx/dtau, dy/dtau)."""
         return self.fast(tau, x, y), self.slow(tau, x, y)
 
+    def settled(self, tau: float, x: Tensor, y: Tensor) -> Tensor:
+        """The x near the given one that a constrained problem has beside y; may raise `RootNotFound`."""
+        return x
+
     def decays(self) -> tuple[float | Tensor, float | Tensor]:
         """The diagonal linear parts' rates of decay in fast time: lambda of x and eps kappa of y."""
         fast, slow = self.system.fast_decay, self.system.slow_decay
@@ -123,7 +140,7 @@ class FastTimeProblem:
     def _part_rate(self, part: Part, counted: bool) -> Rate:
         def rate(tau: float | Tensor, x: Tensor, y: Tensor) -> Tensor:
             state = x if part.clock == "fast" else y
-            value = _shaped(f"a {part.clock} part", part.rate(self.slow_time(tau), x, y), state)  # type: ignore[arg-type]
+            value = _shaped(f"a {part.clock} part", part.rate(self.slow_time(tau), x, y), state)
             if part.clock == "fast":
                 if self.counting and counted:
                     self.stats.fast_evaluations += 1

@@ -23,11 +23,12 @@ from solvers import (
     Gradient,
     Method,
     MultirateEuler,
+    SlowManifold,
     Strang,
     integrate,
     solve,
 )
-from tests.solvers.problems import METHODS, Network, states
+from tests.solvers.problems import METHODS, Field, Network, states
 
 READS = {"aten._local_scalar_dense", "aten.is_nonzero", "aten.equal", "aten.nonzero", "aten.item"}
 
@@ -67,6 +68,15 @@ def test_equal_steps_read_nothing(method: Method, gradient: Gradient) -> None:
         (x_end.sum() + y_end.sum()).backward()
 
     assert reads(call) == 0
+
+
+def test_a_method_that_reads_declares_it() -> None:
+    """A search for a root is stopped by its residual: one read an evaluation."""
+    system, (x, y) = Field(lambda t, x, y: y - x, lambda t, x, y: -x, 1 / 7), states()
+    steps, stats = FixedSteps(4), solve(system, x, y, t1=1.0, method=SlowManifold(), steps=FixedSteps(4)).stats
+    read = reads(lambda: integrate(system, x, y, span=7.0, method=SlowManifold(), steps=steps))
+    assert read == stats.fast_evaluations > 0
+    assert SlowManifold.reads_host and not any(method.reads_host for method in METHODS)
 
 
 def test_a_solve_of_equal_steps_reads_once() -> None:
