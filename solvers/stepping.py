@@ -125,7 +125,7 @@ class March:
         self.problem = self.method.integrates(self.problem)
         try:
             if self.problem.constrained:
-                trajectory.x = self.gradient.wrap(self.problem.settled)(0.0, x, y)
+                trajectory.x = self.gradient.wrap(self.problem.settled, self.problem.system)(0.0, x, y)
             if isinstance(self.steps, FixedSteps):
                 self._run_fixed(trajectory, self.steps.n)
             else:
@@ -219,7 +219,7 @@ class March:
             x = hermite(theta, h, trajectory.x, step.x, start_rate[0], end_rate[0])
             y = hermite(theta, h, trajectory.y, step.y, start_rate[1], end_rate[1])
             if self.problem.constrained:
-                x = self.gradient.wrap(self.problem.settled)(save_tau, x, y)
+                x = self.gradient.wrap(self.problem.settled, self.problem.system)(save_tau, x, y)
             trajectory.saved.append((x, y))
         trajectory.x, trajectory.y, trajectory.tau = step.x, step.y, tau_end
         trajectory.past = step.past
