@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from solvers.method import Method, Pair, Step
+from solvers.method import Factor, Method, Pair, Step, scaled
 from solvers.system import FastTimeProblem
 
 
@@ -25,21 +26,29 @@ class Tableau:
     error: tuple[float, ...] | None = None
 
 
-def advance(state: Tensor, h: float, weights: tuple[float, ...], rates: list[Tensor]) -> Tensor:
+def advance(state: Tensor, h: Factor, weights: tuple[float, ...], rates: list[Tensor]) -> Tensor:
     """state + h sum_i weights_i rates_i; a lone weight 1 at h = 1 adds the rate itself, bit for bit."""
     for weight, rate in zip(weights, rates, strict=False):
         if weight:
-            state = state.add(rate, alpha=h * weight)
+            state = _plus(state, h * weight, rate)
     return state
+
+
+def _plus(state: Tensor, factor: Factor, rate: Tensor) -> Tensor:
+    """state + factor rate, rounded alike for a number and for a tensor."""
+    if isinstance(factor, Tensor):
+        return torch.addcmul(state, factor.to(rate.dtype), rate)
+    return state.add(rate, alpha=factor)
 
 
 class ExplicitRungeKutta(Method):
     """One step: stages k_i = rate(tau + c_i h, z + h sum_j a_ij k_j), then z + h sum_i b_i k_i."""
 
+    takes_tensor_steps = True
     tableau: ClassVar[Tableau]
 
     def step(
-        self, problem: FastTimeProblem, tau: float, h: float, x: Tensor, y: Tensor, rate: Pair | None = None
+        self, problem: FastTimeProblem, tau: Factor, h: Factor, x: Tensor, y: Tensor, rate: Pair | None = None
     ) -> Step:
         tableau = self.tableau
         first = problem.rates(tau, x, y) if rate is None else rate
@@ -56,12 +65,12 @@ class ExplicitRungeKutta(Method):
         return Step(x_end, y_end, error, end_rate)
 
 
-def combine(h: float, weights: tuple[float, ...], rates: list[Tensor]) -> Tensor:
+def combine(h: Factor, weights: tuple[float, ...], rates: list[Tensor]) -> Tensor:
     """h sum_i weights_i rates_i, where some weight is not zero."""
     terms = [(weight, rate) for weight, rate in zip(weights, rates, strict=True) if weight]
-    total = terms[0][1] * (h * terms[0][0])
+    total = scaled(h * terms[0][0], terms[0][1])
     for weight, rate in terms[1:]:
-        total = total.add(rate, alpha=h * weight)
+        total = _plus(total, h * weight, rate)
     return total
 
 

@@ -16,11 +16,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from solvers.method import Method, Pair, Step
+from solvers.method import Factor, Method, Pair, Step, added, scaled
 from solvers.phi import phi
 from solvers.system import FastTimeProblem
 
-Factor = float | Tensor
 Phi = Callable[..., Factor]
 """phi_k(c z) as p(k, c), c = 1 by default."""
 
@@ -28,6 +27,7 @@ Phi = Callable[..., Factor]
 class ExponentialRungeKutta(Method):
     """Stages at the nodes c; rows and weights are those of n_j - n_1, j >= 2, as functions of phi."""
 
+    takes_tensor_steps = True
     nodes: ClassVar[tuple[float, ...]] = (0.0,)
 
     def row(self, stage: int, p: Phi) -> Sequence[Factor]:
@@ -43,7 +43,7 @@ class ExponentialRungeKutta(Method):
         return None
 
     def step(
-        self, problem: FastTimeProblem, tau: float, h: float, x: Tensor, y: Tensor, rate: Pair | None = None
+        self, problem: FastTimeProblem, tau: Factor, h: Factor, x: Tensor, y: Tensor, rate: Pair | None = None
     ) -> Step:
         starts = (x, y)
         rates = problem.rates(tau, x, y) if rate is None else rate
@@ -67,14 +67,14 @@ class ExponentialRungeKutta(Method):
         return Step(ends[0], ends[1], (errors[0], errors[1]) if errors else None)
 
 
-def phi_of(h: float, decay: Factor) -> Phi:
+def phi_of(h: Factor, decay: Factor) -> Phi:
     def p(k: int, c: float = 1.0) -> Factor:
         return phi(k, -c * h * decay)
 
     return p
 
 
-def _combine(start: Tensor | None, h: float, terms: Sequence[tuple[Factor, Tensor]]) -> Tensor:
+def _combine(start: Tensor | None, h: Factor, terms: Sequence[tuple[Factor, Tensor]]) -> Tensor:
     total = start
     for factor, value in terms:
         if isinstance(factor, float) and factor == 0:
@@ -82,17 +82,6 @@ def _combine(start: Tensor | None, h: float, terms: Sequence[tuple[Factor, Tenso
         total = scaled(h * factor, value) if total is None else added(total, h * factor, value)
     assert total is not None
     return total
-
-
-def added(state: Tensor, factor: Factor, change: Tensor) -> Tensor:
-    """state + factor change, in the state's dtype."""
-    if isinstance(factor, Tensor):
-        return state + scaled(factor, change)
-    return state.add(change, alpha=factor) if factor else state
-
-
-def scaled(factor: Factor, change: Tensor) -> Tensor:
-    return (factor.to(change.real.dtype) if isinstance(factor, Tensor) else factor) * change
 
 
 class ExponentialEuler(ExponentialRungeKutta):

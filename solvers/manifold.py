@@ -105,11 +105,11 @@ class ReducedProblem(FastTimeProblem):
         """One unit of slow time."""
         return 1 / float(torch.as_tensor(self.slow_scale).detach())
 
-    def rates(self, tau: float, x: Tensor, y: Tensor) -> Pair:
+    def rates(self, tau: float | Tensor, x: Tensor, y: Tensor) -> Pair:
         """(0, dy/dtau), where x is near the manifold."""
         return torch.zeros_like(x), self.slow(tau, self.settled(tau, x, y), y)
 
-    def settled(self, tau: float, x: Tensor, y: Tensor) -> Tensor:
+    def settled(self, tau: float | Tensor, x: Tensor, y: Tensor) -> Tensor:
         """x on the manifold, searched from x. Raises `RootNotFound`."""
         assert self.settings is not None
         phi = self._root(tau, x, y, None)

@@ -10,6 +10,19 @@ from torch import Tensor
 from solvers.system import FastTimeProblem
 
 Pair = tuple[Tensor, Tensor]
+Factor = float | Tensor
+
+
+def added(state: Tensor, factor: Factor, change: Tensor) -> Tensor:
+    """state + factor change, in the state's dtype."""
+    if isinstance(factor, Tensor):
+        return state + scaled(factor, change)
+    return state.add(change, alpha=factor) if factor else state
+
+
+def scaled(factor: Factor, change: Tensor) -> Tensor:
+    """factor change, in the dtype of the change."""
+    return (factor.to(change.real.dtype) if isinstance(factor, Tensor) else factor) * change
 
 
 class Past(NamedTuple):
@@ -44,6 +57,8 @@ class Method:
     """Whether `step` takes the `past` that the step before returned, as one more argument."""
     reads_host: ClassVar[bool] = False
     """Whether `step` reads tensors on the host; equal steps then wait for the device, and do not compile whole."""
+    takes_tensor_steps: ClassVar[bool] = False
+    """Whether tau and h may be tensors that broadcast against x and y, as the steps of single samples are."""
 
     def integrates(self, problem: FastTimeProblem) -> FastTimeProblem:
         """The problem whose rates and states the steps follow: the given one, or that with x bound to y."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from solvers.gradients import Backprop, Gradient
-from solvers.method import Method, Pair, Past, Step
+from solvers.method import Factor, Method, Pair, Past, Step, scaled
 from solvers.solution import Status
 from solvers.system import FastTimeProblem, RootNotFound
 
@@ -59,6 +59,7 @@ class AdaptiveSteps:
         rtol, atol: tolerances, > 0 and >= 0.
         first_step, min_step, max_step: in the solve's unit of time (slow time in `solve`); first_step None estimates it.
             The last step may be shorter than min_step.
+        per_sample: every element of dimension 0 of x and y gets its own time, steps and status (`solvers.per_sample`).
     """
 
     rtol: float
@@ -66,6 +67,7 @@ class AdaptiveSteps:
     first_step: float | None = None
     min_step: float = 0.0
     max_step: float = math.inf
+    per_sample: bool = False
 
     def __post_init__(self) -> None:
         _check_number("rtol", self.rtol, positive=True)
@@ -76,6 +78,8 @@ class AdaptiveSteps:
             _check_number("first_step", self.first_step, positive=True)
         if self.min_step > self.max_step:
             raise ValueError(f"min_step={self.min_step} must not exceed max_step={self.max_step}")
+        if not isinstance(self.per_sample, bool):
+            raise TypeError(f"per_sample must be True or False, got {self.per_sample!r}")
 
     def rescaled(self, factor: float) -> AdaptiveSteps:
         """The same step bounds in a unit of time `factor` times as long."""
@@ -156,7 +160,10 @@ class March:
         stats, direction = self.problem.stats, math.copysign(1.0, self.span)
         rate: Pair | None = None
         if steps.first_step is None:
-            guess = initial_step(self.problem, self.method, steps, trajectory.x, trajectory.y, self.span)
+            x, y = trajectory.x, trajectory.y
+            start_rate = self.gradient.wrap(self.problem.rates, self.problem.system)(0.0, x, y)
+            guess = initial_step(self.problem, self.method, steps, x, y, self.span, start_rate)
+            rate = None if self.problem.constrained else start_rate
             if math.isnan(guess):
                 trajectory.status = Status.NON_FINITE
                 return
@@ -240,14 +247,13 @@ def _leading_zeros(taus: tuple[float, ...]) -> Iterator[float]:
         yield tau
 
 
-def hermite(theta: float, h: float, start: Tensor, end: Tensor, start_rate: Tensor, end_rate: Tensor) -> Tensor:
+def hermite(theta: Factor, h: Factor, start: Tensor, end: Tensor, start_rate: Tensor, end_rate: Tensor) -> Tensor:
     """Cubic Hermite interpolation at the fraction theta of a step h: error O(h^4), continuous in its first derivative."""
-    b = theta * theta * (3 - 2 * theta)
     return (
         start
-        + b * (end - start)
-        + (h * theta * (1 - theta) ** 2) * start_rate
-        + (h * theta * theta * (theta - 1)) * end_rate
+        + scaled(theta * theta * (3 - 2 * theta), end - start)
+        + scaled(h * theta * (1 - theta) ** 2, start_rate)
+        + scaled(h * theta * theta * (theta - 1), end_rate)
     )
 
 
@@ -274,65 +280,78 @@ class PIController:
         return max(0.9 * ratio ** (-1 / (self.error_order + 1)), 0.1)
 
 
-def _scaled_norm(error: Tensor, scale: Tensor) -> Tensor:
+def scaled_norm(error: Tensor, scale: Tensor, dim: int | None = None) -> Tensor:
     """Root mean square of error / scale, an error of 0 being 0 even at scale 0; 0 for an empty state."""
     if error.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=error.device)
-    return torch.where(error == 0, 0, error.abs() / scale).square().mean().sqrt().double()
+    return torch.where(error == 0, 0, error.abs() / scale).square().mean(dim).sqrt().double()
 
 
-def _scale(steps: AdaptiveSteps, *states: Tensor) -> Tensor:
+def tolerance(steps: AdaptiveSteps, *states: Tensor) -> Tensor:
     size = states[0].abs()
     for state in states[1:]:
         size = torch.maximum(size, state.abs())
     return steps.atol + steps.rtol * size
 
 
-@torch.no_grad()
 def error_ratio(step: Step, x: Tensor, y: Tensor, steps: AdaptiveSteps) -> float:
-    """Estimated error over tolerance, the larger of x's and y's; infinite where anything is not finite. Reads the host once."""
+    """`error_ratios` of the whole state. Reads the host once."""
+    return float(error_ratios(step, x, y, steps))
+
+
+@torch.no_grad()
+def error_ratios(step: Step, x: Tensor, y: Tensor, steps: AdaptiveSteps, dim: int | None = None) -> Tensor:
+    """Estimated error over tolerance, the larger of x's and y's; infinite where anything is not finite. Over `dim`, or all."""
     assert step.error is not None
     ratio = torch.maximum(
-        _scaled_norm(step.error[0], _scale(steps, x, step.x)),
-        _scaled_norm(step.error[1], _scale(steps, y, step.y)),
+        scaled_norm(step.error[0], tolerance(steps, x, step.x), dim),
+        scaled_norm(step.error[1], tolerance(steps, y, step.y), dim),
     )
     # An infinite state would hide its error behind an infinite scale.
-    value = float(torch.where(_all_finite(step.x, step.y), ratio, math.inf))
-    return value if math.isfinite(value) else math.inf
+    return torch.where(all_finite(step.x, step.y, dim) & torch.isfinite(ratio), ratio, math.inf)
 
 
 def _is_finite(step: Step) -> bool:
     pairs = [(step.x, step.y), step.error] if step.error is not None else [(step.x, step.y)]
-    return all(bool(_all_finite(*pair)) for pair in pairs)
+    return all(bool(all_finite(*pair)) for pair in pairs)
 
 
-def _all_finite(x: Tensor, y: Tensor) -> Tensor:
-    return torch.isfinite(x).all() & torch.isfinite(y).all()
+def all_finite(x: Tensor, y: Tensor, dim: int | None = None) -> Tensor:
+    return torch.isfinite(x).all(dim) & torch.isfinite(y).all(dim)
 
 
 @torch.no_grad()
 def initial_step(
-    problem: FastTimeProblem, method: Method, steps: AdaptiveSteps, x: Tensor, y: Tensor, span: float
+    problem: FastTimeProblem, method: Method, steps: AdaptiveSteps, x: Tensor, y: Tensor, span: float, rate: Pair
 ) -> float:
-    """First step size by the algorithm of Hairer, Norsett & Wanner, Solving ODEs I, section II.4; nan where the first rate
-    is not finite. Its formulas compare times with 1, so they are evaluated in the problem's unit of time."""
-    scale_x, scale_y, unit = _scale(steps, x), _scale(steps, y), problem.unit
+    """First step size by the algorithm of Hairer, Norsett & Wanner, Solving ODEs I, section II.4; `rate` is that at the start,
+    nan is returned where it is not finite. The formulas compare times with 1, so they are evaluated in the problem's unit."""
+    scale_x, scale_y, unit = tolerance(steps, x), tolerance(steps, y), problem.unit
 
     def norm(fast: Tensor, slow: Tensor) -> float:
-        return float(torch.maximum(_scaled_norm(fast, scale_x), _scaled_norm(slow, scale_y)))
+        return float(torch.maximum(scaled_norm(fast, scale_x), scaled_norm(slow, scale_y)))
 
-    rate = problem.rates(0.0, x, y)
-    if not _all_finite(*rate):
+    if not all_finite(*rate):
         return math.nan
     d0, d1 = norm(x, y), unit * norm(*rate)
-    # d1 is infinite where the tolerance is zero, at a zero of the state with atol = 0.
-    h0 = 0.01 * d0 / d1 if 1e-5 <= d0 < math.inf and 1e-5 <= d1 < math.inf else 1e-6
-    h0 = min(h0, abs(span) / unit)
+    h0 = trial_step(d0, d1, abs(span) / unit)
     h = math.copysign(unit * h0, span)
     ahead = problem.rates(h, x.add(rate[0], alpha=h), y.add(rate[1], alpha=h))
     d2 = unit * norm(ahead[0] - rate[0], ahead[1] - rate[1]) / h0
+    return unit * guessed_step(h0, d1, d2, method.order)
+
+
+def trial_step(d0: float, d1: float, span: float) -> float:
+    """A step that changes a state of norm d0, at a rate of norm d1, by a hundredth."""
+    # d1 is infinite where the tolerance is zero, at a zero of the state with atol = 0.
+    h0 = 0.01 * d0 / d1 if 1e-5 <= d0 < math.inf and 1e-5 <= d1 < math.inf else 1e-6
+    return min(h0, span)
+
+
+def guessed_step(h0: float, d1: float, d2: float, order: int) -> float:
+    """A step whose error is about a hundredth of the tolerance; d2 is the norm of the rate's change per time over h0."""
     if not math.isfinite(d1) or not math.isfinite(d2):
-        return unit * h0
+        return h0
     steepest = max(d1, d2)
-    h1 = max(1e-6, h0 * 1e-3) if steepest <= 1e-15 else (0.01 / steepest) ** (1 / (method.order + 1))
-    return unit * min(100 * h0, h1)
+    h1 = max(1e-6, h0 * 1e-3) if steepest <= 1e-15 else (0.01 / steepest) ** (1 / (order + 1))
+    return min(100 * h0, h1)

@@ -28,7 +28,9 @@ class Part:
 class FastSlowSystem(nn.Module):
     """The system eps dx/dt = f(t, x, y), dy/dt = g(t, x, y), with t the slow time. Subclasses define `fast` and `slow`.
 
-    x and y are tensors of any shape; `fast` returns the shape of x, `slow` that of y.
+    x and y are tensors of any shape; `fast` returns the shape of x, `slow` that of y. Where every sample has its own time
+    (`AdaptiveSteps(per_sample=True)`), t is a tensor of shape (B, 1, ..., 1) and of x's dtype and number of dimensions in
+    `fast`, of y's in `slow`; elsewhere it is a float or a scalar tensor.
 
     Attributes:
         epsilon: 0 < eps <= 1, a float or a scalar tensor, which may require grad. The default is 1.
@@ -106,23 +108,23 @@ class FastTimeProblem:
         """t of the fast time tau."""
         return self.t0 + self.slow_scale * tau
 
-    def fast(self, tau: float, x: Tensor, y: Tensor) -> Tensor:
+    def fast(self, tau: float | Tensor, x: Tensor, y: Tensor) -> Tensor:
         """dx/dtau, of x's shape."""
         if self.counting:
             self.stats.fast_evaluations += 1
         return self._scaled_fast(_shaped("fast", self.system.fast(self.slow_time(tau), x, y), x))
 
-    def slow(self, tau: float, x: Tensor, y: Tensor) -> Tensor:
+    def slow(self, tau: float | Tensor, x: Tensor, y: Tensor) -> Tensor:
         """dy/dtau, of y's shape."""
         if self.counting:
             self.stats.slow_evaluations += 1
         return self.slow_scale * _shaped("slow", self.system.slow(self.slow_time(tau), x, y), y)
 
-    def rates(self, tau: float, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def rates(self, tau: float | Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """(dx/dtau, dy/dtau)."""
         return self.fast(tau, x, y), self.slow(tau, x, y)
 
-    def settled(self, tau: float, x: Tensor, y: Tensor) -> Tensor:
+    def settled(self, tau: float | Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The x near the given one that a constrained problem has beside y; may raise `RootNotFound`."""
         return x
 

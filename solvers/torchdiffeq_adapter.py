@@ -116,7 +116,7 @@ class _Rates(nn.Module):
         self.step_start: Tensor | None = None
 
     def forward(self, tau: Tensor, state: Pair) -> Pair:
-        self.last = self.problem.rates(tau, *state)  # type: ignore[arg-type]
+        self.last = self.problem.rates(tau, *state)
         return self.last
 
     def callback_step(self, tau: Tensor, state: Any, dt: Tensor) -> None:
