@@ -12,7 +12,8 @@ from torch import Tensor
 
 from solvers.gradients import Backprop, Gradient
 from solvers.method import Method
-from solvers.solution import Solution, SolveError, Status
+from solvers.per_sample import BatchMarch, BatchTrajectory
+from solvers.solution import SampleStats, Solution, SolveError, Stats, Status
 from solvers.stepping import DEFAULT_MAX_STEPS, AdaptiveSteps, FixedSteps, March, Steps, Trajectory
 from solvers.system import FastSlowSystem, FastTimeProblem
 from solvers.torchdiffeq_adapter import TorchDiffEq
@@ -37,12 +38,14 @@ def solve(
     Args:
         x0, y0: floating-point states of any shape, on one device.
         method: for instance `Euler()`, `Dopri5()` or `TorchDiffEq("dopri5")`.
-        steps: `FixedSteps(n)` or `AdaptiveSteps(rtol, atol)`; error control needs a method with an error estimate.
+        steps: `FixedSteps(n)` or `AdaptiveSteps(rtol, atol)`; error control needs a method with an error estimate. With
+            `AdaptiveSteps(rtol, atol, per_sample=True)` the elements of dimension 0 of x0 and y0 are solved with steps of
+            their own, side by side: the field must not mix them, and takes the time as a tensor (see `FastSlowSystem`).
         gradient: `Backprop()` (the default) or `Checkpointed()`.
         save_at: (N,) slow times in the direction of integration, within [t0, t1]; None saves t1 alone. Between steps the
             state is interpolated (cubic Hermite; torchdiffeq's adaptive solvers by their own interpolants).
         max_steps: attempted steps after which the solve fails.
-        raise_on_failure: raise `SolveError`, or return the solution with its `status`.
+        raise_on_failure: raise `SolveError` (with per_sample: if any sample fails), or return the solution with its `status`.
 
     Returns the states at the saved times. Gradients flow to x0, y0, the system's parameters and a tensor epsilon.
     Raises TypeError or ValueError, before any work, for arguments that do not fit together.
@@ -55,7 +58,11 @@ def solve(
     if not math.isfinite(fast_span):
         raise ValueError(f"t0={t0!r} and t1={t1!r} are too far apart at epsilon={epsilon!r}")
     taus = tuple(fast_span if t == t1 else (t - t0) / epsilon for t in times)
-    trajectory = _run(problem, method, steps.rescaled(epsilon), fast_span, gradient, taus, max_steps, x0, y0)
+    steps = steps.rescaled(epsilon)
+    if isinstance(steps, AdaptiveSteps) and steps.per_sample:
+        batch = _run_batch(problem, method, steps, fast_span, gradient, taus, max_steps, x0, y0)
+        return _batch_solution(batch, times, t0, epsilon, method, raise_on_failure)
+    trajectory = _run(problem, method, steps, fast_span, gradient, taus, max_steps, x0, y0)
     return _solution(problem, trajectory, times, t0, epsilon, method, raise_on_failure)
 
 
@@ -78,6 +85,10 @@ def integrate(
     span = _time("span", span)
     epsilon = check_problem(system, x0, y0, method, steps, gradient, max_steps)
     problem = FastTimeProblem.over_fast_time(system)
+    if isinstance(steps, AdaptiveSteps) and steps.per_sample:
+        batch = _run_batch(problem, method, steps, span, gradient, (), max_steps, x0, y0)
+        _batch_solution(batch, (), 0.0, epsilon, method, raise_on_failure=True)
+        return batch.x, batch.y
     trajectory = _run(problem, method, steps, span, gradient, (), max_steps, x0, y0)
     if trajectory.status is not Status.SUCCESS:
         _solution(problem, trajectory, (), 0.0, epsilon, method, raise_on_failure=True)
@@ -108,6 +119,12 @@ def check_problem(
     if max_steps < 1:
         raise ValueError(f"max_steps must be at least 1, got {max_steps}")
     check_scheme(method, steps, gradient)
+    if isinstance(steps, AdaptiveSteps) and steps.per_sample:
+        sizes = (tuple(x0.shape), tuple(y0.shape))
+        if not all(sizes) or sizes[0][0] != sizes[1][0] or sizes[0][0] == 0:
+            raise ValueError(
+                f"per_sample needs x0 and y0 of one size > 0 in dimension 0, got shapes {sizes[0]} and {sizes[1]}"
+            )
     if isinstance(method, TorchDiffEq) and x0.dtype != y0.dtype:
         raise ValueError(f"{method!r} needs x0 and y0 of one dtype, got {x0.dtype} and {y0.dtype}")
     epsilon = system.epsilon
@@ -136,6 +153,10 @@ def check_scheme(method: Method | TorchDiffEq, steps: Steps, gradient: Gradient 
             f"{method!r} has no error estimate, so it takes FixedSteps(n); for AdaptiveSteps use Heun(), Dopri5() "
             "or TorchDiffEq('dopri5')"
         )
+    if isinstance(steps, AdaptiveSteps) and steps.per_sample and not getattr(method, "takes_tensor_steps", False):
+        raise ValueError(
+            f"{method!r} does not take steps of single samples; for per_sample=True use Heun(), Dopri5(), ETD2RK() or ETD3RK()"
+        )
 
 
 def _run(
@@ -152,6 +173,21 @@ def _run(
     if isinstance(method, TorchDiffEq):
         return method.run(problem, steps, span, taus, max_steps, x0, y0)
     return March(problem, method, steps, span, gradient or Backprop(), taus, max_steps).run(x0, y0)
+
+
+def _run_batch(
+    problem: FastTimeProblem,
+    method: Method | TorchDiffEq,
+    steps: AdaptiveSteps,
+    span: float,
+    gradient: Gradient | None,
+    taus: tuple[float, ...],
+    max_steps: int,
+    x0: Tensor,
+    y0: Tensor,
+) -> BatchTrajectory:
+    assert isinstance(method, Method)
+    return BatchMarch(problem, method, steps, span, gradient or Backprop(), taus, max_steps).run(x0, y0)
 
 
 def _time(name: str, value: object) -> float:
@@ -210,7 +246,7 @@ def _solution(
             (*times, t0 + epsilon * trajectory.tau)[len(saved)],
         )
         where = f"between slow times t = {before:.6g} and t = {by:.6g}"
-    message = "" if status is Status.SUCCESS else _message(status, where, method, problem, trajectory.reason)
+    message = "" if status is Status.SUCCESS else _message(status, where, method, problem.stats, trajectory.reason)
     solution = Solution(
         ts=torch.tensor(times[: len(saved)], dtype=torch.float64, device=trajectory.x.device),
         xs=torch.stack([x for x, _ in saved]) if saved else trajectory.x.new_empty((0, *trajectory.x.shape)),
@@ -222,6 +258,50 @@ def _solution(
     if message and raise_on_failure:
         raise SolveError(solution)
     return solution
+
+
+def _batch_solution(
+    batch: BatchTrajectory,
+    times: tuple[float, ...],
+    t0: float,
+    epsilon: float,
+    method: Method | TorchDiffEq,
+    raise_on_failure: bool,
+) -> Solution:
+    messages = []
+    for sample in batch.samples:
+        where = f"at slow time t = {t0 + epsilon * sample.tau:.6g}"
+        failed = sample.status is not Status.SUCCESS
+        messages.append(_message(sample.status, where, method, sample.stats) if failed else "")
+    failures = [i for i, message in enumerate(messages) if message]
+    solution = Solution(
+        ts=torch.tensor(times, dtype=torch.float64, device=batch.xs.device),
+        xs=batch.xs,
+        ys=batch.ys,
+        stats=batch.problem.stats,
+        status=batch.samples[failures[0]].status if failures else Status.SUCCESS,
+        message=_summary(failures, messages),
+        statuses=tuple(sample.status for sample in batch.samples),
+        messages=tuple(messages),
+        sample_stats=tuple(sample.stats for sample in batch.samples),
+    )
+    if failures and raise_on_failure:
+        raise SolveError(solution)
+    return solution
+
+
+def _summary(failures: list[int], messages: list[str]) -> str:
+    if not failures:
+        return ""
+    named = [f"sample {i}: {messages[i]}" for i in failures[:NAMED_FAILURES]]
+    rest = len(failures) - len(named)
+    return "\n".join(
+        [f"{len(failures)} of {len(messages)} samples failed", *named, *([f"and {rest} more"] if rest else [])]
+    )
+
+
+NAMED_FAILURES = 10
+"""Failed samples that one message describes."""
 
 
 def _finite(x: Tensor, y: Tensor) -> bool:
@@ -236,8 +316,9 @@ _ADVICE = {
 }
 
 
-def _message(status: Status, where: str, method: Method | TorchDiffEq, problem: FastTimeProblem, reason: str) -> str:
-    stats = problem.stats
+def _message(
+    status: Status, where: str, method: Method | TorchDiffEq, stats: Stats | SampleStats, reason: str = ""
+) -> str:
     return (
         f"{status.value} {where} with {method!r} after {stats.accepted} accepted and "
         f"{stats.rejected} rejected steps{f' ({reason})' if reason else ''}: {_ADVICE[status]}"

@@ -35,6 +35,16 @@ class Stats:
 
 
 @dataclass
+class SampleStats:
+    """Steps of one sample of a batch."""
+
+    steps: int = 0
+    """Attempted steps."""
+    accepted: int = 0
+    rejected: int = 0
+
+
+@dataclass
 class Solution:
     """States at the saved times.
 
@@ -45,6 +55,9 @@ class Solution:
         stats: the work done.
         status: how the solve ended; on a failure only the times reached are here.
         message: what failed, where (slow time) and what to try; empty on success.
+        statuses, messages, sample_stats: the same of every sample, where each has its own steps (`AdaptiveSteps.per_sample`),
+            and empty elsewhere. All times are then here, with nan from a sample's failure on; `status` is that of the first
+            sample that failed, and `stats` counts batched steps: accepted if some sample accepts.
     """
 
     ts: Tensor
@@ -53,6 +66,9 @@ class Solution:
     stats: Stats
     status: Status = Status.SUCCESS
     message: str = ""
+    statuses: tuple[Status, ...] = ()
+    messages: tuple[str, ...] = ()
+    sample_stats: tuple[SampleStats, ...] = ()
 
 
 class SolveError(RuntimeError):

@@ -112,13 +112,13 @@ class FastTimeProblem:
         """dx/dtau, of x's shape."""
         if self.counting:
             self.stats.fast_evaluations += 1
-        return self._scaled_fast(_shaped("fast", self.system.fast(self.slow_time(tau), x, y), x))
+        return self._scaled_fast(shaped("fast", self.system.fast(self.slow_time(tau), x, y), x))
 
     def slow(self, tau: float | Tensor, x: Tensor, y: Tensor) -> Tensor:
         """dy/dtau, of y's shape."""
         if self.counting:
             self.stats.slow_evaluations += 1
-        return self.slow_scale * _shaped("slow", self.system.slow(self.slow_time(tau), x, y), y)
+        return self.slow_scale * shaped("slow", self.system.slow(self.slow_time(tau), x, y), y)
 
     def rates(self, tau: float | Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """(dx/dtau, dy/dtau)."""
@@ -142,7 +142,7 @@ class FastTimeProblem:
     def _part_rate(self, part: Part, counted: bool) -> Rate:
         def rate(tau: float | Tensor, x: Tensor, y: Tensor) -> Tensor:
             state = x if part.clock == "fast" else y
-            value = _shaped(f"a {part.clock} part", part.rate(self.slow_time(tau), x, y), state)
+            value = shaped(f"a {part.clock} part", part.rate(self.slow_time(tau), x, y), state)
             if part.clock == "fast":
                 if self.counting and counted:
                     self.stats.fast_evaluations += 1
@@ -162,7 +162,7 @@ def _scalar(epsilon: float | Tensor) -> float | Tensor:
     return epsilon.reshape(()) if isinstance(epsilon, Tensor) and epsilon.ndim else epsilon
 
 
-def _shaped(name: str, value: Tensor, state: Tensor) -> Tensor:
+def shaped(name: str, value: Tensor, state: Tensor) -> Tensor:
     """`value`, refused where adding it to the state would broadcast."""
     if value.shape != state.shape:
         raise ValueError(f"{name} must return its state's shape {tuple(state.shape)}, got {tuple(value.shape)}")
