@@ -68,8 +68,10 @@ class ExponentialRungeKutta(Method):
 
 
 def phi_of(h: Factor, decay: Factor) -> Phi:
+    without = not isinstance(decay, Tensor) and decay == 0  # then a tensor h needs no series
+
     def p(k: int, c: float = 1.0) -> Factor:
-        return phi(k, -c * h * decay)
+        return phi(k, 0.0 if without else -c * h * decay)
 
     return p
 

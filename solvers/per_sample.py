@@ -4,15 +4,15 @@ Dimension 0 of x and y, of one size B, numbers the samples. Inside, states are (
 (B, 1), so that the methods need one code for both loops. The decisions taken for a sample are those of `solvers.stepping`'s
 loop; the host reads once per batched attempt.
 
-The field always sees B rows. A row that takes no step, because its sample has ended or failed, repeats a row that does, cut
-off the graph; and an attempt that is not finite in some row is made again without that row, where a graph is recorded. So no
-nan enters the graph, in which even 0 * nan would reach the gradients of shared parameters.
+The field always sees B rows. A sample that has ended or failed makes steps of length 0, cut off the graph, where its rate was
+last known to be finite; and where a graph is recorded, an attempt that is not finite in some row is made again with a step of
+length 0 there. So no nan enters the graph, in which even 0 * nan would reach the gradients of shared parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -78,11 +78,12 @@ def _decay_rows(decay: float | Tensor, shape: Sequence[int]) -> float | Tensor:
 
 @dataclass
 class Sample:
-    """Where one sample stands: fast time tau, the size of its next step, and, once it has ended, its status."""
+    """Where one sample stands, the size of its next step, and, once it has ended, its status."""
 
     controller: PIController
     size: float = 0.0
     tau: float = 0.0
+    """Fast time of its row in the loop's states; of the start of the last step once that has succeeded."""
     h: float = 0.0
     """The step being attempted, signed."""
     end: float = 0.0
@@ -109,10 +110,9 @@ class Sample:
 
     def accept(self, ratio: float, span: float, steps: AdaptiveSteps) -> None:
         self.stats.accepted += 1
-        self.tau = self.end
         factor = self.controller.after_acceptance(ratio)
         self.size = min(max(abs(self.h) * factor, steps.min_step), steps.max_step)
-        self.running = self.tau != span
+        self.running = self.end != span
 
     def reject(self, ratio: float, span: float, steps: AdaptiveSteps) -> bool:
         """Shortens the next step; true where none may be shorter."""
@@ -149,15 +149,15 @@ class Saves:
 
 @dataclass
 class BatchTrajectory:
-    """How each sample ended; x and y are the last states (those before a failure), xs and ys the saved ones."""
+    """How each sample ended, its states at the save times and at the end, nan where it failed before."""
 
     problem: FastTimeProblem
     """Whose states are rows."""
     samples: list[Sample]
-    x: Tensor
-    y: Tensor
     xs: Tensor
     ys: Tensor
+    x: Tensor
+    y: Tensor
 
 
 @dataclass
@@ -175,7 +175,7 @@ class BatchMarch:
     def run(self, x0: Tensor, y0: Tensor) -> BatchTrajectory:
         """Integrates from (x0, y0). A sample's failure is its own."""
         assert self.method.error_order is not None
-        batch, count = len(x0), len(self.save_taus)
+        batch = len(x0)
         self.problem = replace(self.problem, system=Rows(self.problem.system, x0.shape, y0.shape))
         samples = [Sample(PIController(self.method.error_order)) for _ in range(batch)]
         x, y, saves = as_rows(x0), as_rows(y0), Saves()
@@ -183,22 +183,19 @@ class BatchMarch:
             saves.add([(k, i) for i in range(batch)], x, y)
             for sample in samples:
                 sample.saved += 1
-        if self.span != 0:
-            x, y = self._march(samples, saves, x, y)
+        if self.span == 0:
+            saves.add([(len(self.save_taus), i) for i in range(batch)], x, y)
+        else:
+            self._march(samples, saves, x, y)
         self.problem.counting = False
+        count = len(self.save_taus) + 1  # the end, too
         xs, ys = saves.table(count, batch) if saves.pieces else (_nans(x, count), _nans(y, count))
-        return BatchTrajectory(
-            self.problem,
-            samples,
-            x.reshape(x0.shape),
-            y.reshape(y0.shape),
-            xs.reshape(count, *x0.shape),
-            ys.reshape(count, *y0.shape),
-        )
+        xs, ys = xs.reshape(count, *x0.shape), ys.reshape(count, *y0.shape)
+        return BatchTrajectory(self.problem, samples, xs[:-1], ys[:-1], xs[-1], ys[-1])
 
-    def _march(self, samples: list[Sample], saves: Saves, x: Tensor, y: Tensor) -> Pair:
+    def _march(self, samples: list[Sample], saves: Saves, x: Tensor, y: Tensor) -> None:
         stats = self.problem.stats
-        rate = self._start(samples, x, y)
+        x, y, rate = self._start(samples, x, y)
         while rows := self._propose(samples):
             step = self._attempt(rows, samples, x, y, rate)
             going = {i for i in rows if self._goes_on(samples[i])}
@@ -217,27 +214,31 @@ class BatchMarch:
             if len(finite) < len(rows) and (step.x.requires_grad or step.y.requires_grad):
                 step = self._attempt(finite, samples, x, y, rate)
             self._save(accepted, samples, saves, (x, y), step, rate)
-            x, y = _where(accepted, step.x, x), _where(accepted, step.y, y)
-            if step.end_rate is not None:
-                rate = (_where(accepted, step.end_rate[0], rate[0]), _where(accepted, step.end_rate[1], rate[1]))
+            moved = [i for i in accepted if i in going]  # to where their rate is known
+            if step.end_rate is not None and moved:
+                x, y = _where(moved, step.x, x), _where(moved, step.y, y)
+                rate = (_where(moved, step.end_rate[0], rate[0]), _where(moved, step.end_rate[1], rate[1]))
             for i in accepted:
                 samples[i].accept(ratios[i], self.span, self.steps)
-        return x, y
+            for i in moved:
+                samples[i].tau = samples[i].end
 
-    def _start(self, samples: list[Sample], x: Tensor, y: Tensor) -> Pair:
-        """The rate at the start; sets the first step sizes. A sample whose rate is not finite has failed."""
+    def _start(self, samples: list[Sample], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Pair]:
+        """(x, y, their rate), with the first step sizes set. A sample whose rate is not finite has failed; its row becomes
+        that of another."""
         rates, everyone = self.gradient.wrap(self.problem.rates, self.problem.system), range(len(samples))
         tau = _column([0.0] * len(samples), x)
         rate = rates(tau, x, y)
         finite = [i for i, good in zip(everyone, all_finite(*rate, -1).tolist(), strict=True) if good]
         for i in set(everyone) - set(finite):
             samples[i].fail(Status.NON_FINITE)
-        if finite and len(finite) < len(samples) and (rate[0].requires_grad or rate[1].requires_grad):
-            rate = rates(tau, _repeated(finite, x), _repeated(finite, y))
+        if finite and len(finite) < len(samples):
+            x, y = (_where(finite, state, state.detach()[finite[0]].expand_as(state)) for state in (x, y))
+            rate = rates(tau, x, y)
         guesses = self._guesses(x, y, rate) if self.steps.first_step is None else [self.steps.first_step] * len(samples)
         for sample, guess in zip(samples, guesses, strict=True):
             sample.size = min(max(guess, self.steps.min_step), self.steps.max_step)
-        return rate
+        return x, y, rate
 
     @torch.no_grad()
     def _guesses(self, x: Tensor, y: Tensor, rate: Pair) -> list[float]:
@@ -267,21 +268,21 @@ class BatchMarch:
         return sample.end != self.span or any(math.copysign(1, self.span) * (tau - sample.end) < 0 for tau in ahead[:1])
 
     def _attempt(self, rows: list[int], samples: list[Sample], x: Tensor, y: Tensor, rate: Pair) -> Step:
-        """One step of each of `rows`, with the rate at the end where a sample wants it."""
-        chosen = _repeated_list(rows, samples)
+        """One step of each of `rows`, with the rate at the end where a sample wants it; steps of length 0 of the others."""
+        stepping = set(rows)
         step = self.gradient.wrap(self.method.step, self.problem.system)(
             self.problem,
-            _column([sample.tau for sample in chosen], x),
-            _column([sample.h for sample in chosen], x),
-            _repeated(rows, x),
-            _repeated(rows, y),
-            (_repeated(rows, rate[0]), _repeated(rows, rate[1])),
+            _column([sample.tau for sample in samples], x),
+            _column([sample.h if i in stepping else 0.0 for i, sample in enumerate(samples)], x),
+            _where(rows, x, x.detach()),
+            _where(rows, y, y.detach()),
+            (_where(rows, rate[0], rate[0].detach()), _where(rows, rate[1], rate[1].detach())),
         )
-        going = [i for i in rows if self._goes_on(samples[i])]
+        going = {i for i in rows if self._goes_on(samples[i])}
         if step.end_rate is None and going:
-            ends = _column([sample.end for sample in _repeated_list(going, samples)], x)
+            ends = _column([sample.end if i in going else sample.tau for i, sample in enumerate(samples)], x)
             rates = self.gradient.wrap(self.problem.rates, self.problem.system)
-            step.end_rate = rates(ends, _repeated(going, step.x), _repeated(going, step.y))
+            step.end_rate = rates(ends, _where(going, step.x, x.detach()), _where(going, step.y, y.detach()))
         return step
 
     @torch.no_grad()
@@ -305,6 +306,8 @@ class BatchMarch:
             while sample.saved < len(self.save_taus) and sign * (self.save_taus[sample.saved] - sample.end) <= 0:
                 (at_end if self.save_taus[sample.saved] == sample.end else between).append((sample.saved, i))
                 sample.saved += 1
+            if sample.end == self.span:
+                at_end.append((len(self.save_taus), i))
         if at_end:
             rows = [i for _, i in at_end]
             saves.add(at_end, step.x[rows], step.y[rows])
@@ -326,25 +329,16 @@ def _column(values: list[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(1)
 
 
-def _mask(rows: Iterable[int], like: Tensor) -> Tensor:
+def _mask(rows: Collection[int], like: Tensor) -> Tensor:
     """(B, 1), true in the given rows."""
     chosen = set(rows)
     return torch.tensor([[i in chosen] for i in range(len(like))], device=like.device)
 
 
-def _where(rows: list[int], new: Tensor, old: Tensor) -> Tensor:
-    """`new` in the given rows, `old` in the others."""
-    return new if len(rows) == len(old) else torch.where(_mask(rows, old), new, old)
-
-
-def _repeated(rows: list[int], state: Tensor) -> Tensor:
-    """The first of `rows` in place of all that are not among them, cut off the graph."""
-    return _where(rows, state, state.detach()[rows[0]].expand_as(state))
-
-
-def _repeated_list(rows: list[int], samples: list[Sample]) -> list[Sample]:
-    chosen = set(rows)
-    return [sample if i in chosen else samples[rows[0]] for i, sample in enumerate(samples)]
+def _where(rows: Collection[int], new: Tensor, old: Tensor) -> Tensor:
+    """`new` in the given rows, `old` in the others. Also where those are all: a gradient's sums then have one order, whatever
+    the mates do."""
+    return torch.where(_mask(rows, old), new, old)
 
 
 def _is_finite(step: Step, row: int, with_rate: bool) -> bool:
