@@ -47,6 +47,26 @@ class ExplicitRungeKutta(Method):
     takes_tensor_steps = True
     tableau: ClassVar[Tableau]
 
+    @property
+    def stability_interval(self) -> float:
+        """The r up to which dz/dtau = -z is not amplified by a step of r: a decay of rate k asks for h <= r / k.
+
+        Hairer & Wanner, Solving ODEs II, section IV.2.
+        """
+        r, width = 0.0, 1.0
+        while width > 1e-6:
+            while self._amplification(r + width) <= 1 + 1e-12:
+                r += width
+            width /= 4
+        return r
+
+    def _amplification(self, r: float) -> float:
+        """|R(-r)|, R the stability function."""
+        rates: list[float] = []
+        for row in ((), *self.tableau.coefficients):
+            rates.append(-r * (1 + sum(a * k for a, k in zip(row, rates, strict=True))))
+        return abs(1 + sum(b * k for b, k in zip(self.tableau.weights, rates, strict=True)))
+
     def step(
         self, problem: FastTimeProblem, tau: Factor, h: Factor, x: Tensor, y: Tensor, rate: Pair | None = None
     ) -> Step:

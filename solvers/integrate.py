@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from numbers import Real
 
 import torch
 from torch import Tensor
 
+from solvers.diagnosis import Site, diagnose
 from solvers.gradients import Backprop, Gradient
 from solvers.method import Method
 from solvers.per_sample import BatchMarch, BatchTrajectory
@@ -59,11 +61,12 @@ def solve(
         raise ValueError(f"t0={t0!r} and t1={t1!r} are too far apart at epsilon={epsilon!r}")
     taus = tuple(fast_span if t == t1 else (t - t0) / epsilon for t in times)
     steps = steps.rescaled(epsilon)
+    task = _Task(x0, y0, t0, t1, epsilon, method, steps)
     if isinstance(steps, AdaptiveSteps) and steps.per_sample:
         batch = _run_batch(problem, method, steps, fast_span, gradient, taus, max_steps, x0, y0)
-        return _batch_solution(batch, times, t0, epsilon, method, raise_on_failure)
+        return _batch_solution(task, batch, times, raise_on_failure)
     trajectory = _run(problem, method, steps, fast_span, gradient, taus, max_steps, x0, y0)
-    return _solution(problem, trajectory, times, t0, epsilon, method, raise_on_failure)
+    return _solution(task, problem, trajectory, times, raise_on_failure)
 
 
 def integrate(
@@ -85,13 +88,14 @@ def integrate(
     span = _time("span", span)
     epsilon = check_problem(system, x0, y0, method, steps, gradient, max_steps)
     problem = FastTimeProblem.over_fast_time(system)
+    task = _Task(x0, y0, 0.0, epsilon * span, epsilon, method, steps)
     if isinstance(steps, AdaptiveSteps) and steps.per_sample:
         batch = _run_batch(problem, method, steps, span, gradient, (), max_steps, x0, y0)
-        _batch_solution(batch, (), 0.0, epsilon, method, raise_on_failure=True)
+        _batch_solution(task, batch, (), raise_on_failure=True)
         return batch.x, batch.y
     trajectory = _run(problem, method, steps, span, gradient, (), max_steps, x0, y0)
     if trajectory.status is not Status.SUCCESS:
-        _solution(problem, trajectory, (), 0.0, epsilon, method, raise_on_failure=True)
+        _solution(task, problem, trajectory, (), raise_on_failure=True)
     return trajectory.x, trajectory.y
 
 
@@ -225,32 +229,49 @@ def _save_times(save_at: Sequence[float] | Tensor | None, t0: float, t1: float) 
     return times
 
 
+@dataclass(frozen=True)
+class _Task:
+    """What a solve was asked for; epsilon by value, step bounds in fast time."""
+
+    x0: Tensor
+    y0: Tensor
+    t0: float
+    t1: float
+    epsilon: float
+    method: Method | TorchDiffEq
+    steps: Steps
+
+    def slow_time(self, tau: float) -> float:
+        return self.t0 + self.epsilon * tau
+
+    def diagnose(self, site: Site, statuses: Sequence[Status]) -> list[str]:
+        return diagnose(site, statuses, self.method, self.steps, (self.t0, self.t1, self.epsilon))
+
+
 def _solution(
-    problem: FastTimeProblem,
-    trajectory: Trajectory,
-    times: tuple[float, ...],
-    t0: float,
-    epsilon: float,
-    method: Method | TorchDiffEq,
-    raise_on_failure: bool,
+    task: _Task, problem: FastTimeProblem, trajectory: Trajectory, times: tuple[float, ...], raise_on_failure: bool
 ) -> Solution:
     saved = trajectory.saved
     status = trajectory.status
-    where = f"at slow time t = {t0 + epsilon * trajectory.tau:.6g}"
+    end = task.slow_time(trajectory.tau)
+    before, by, where = end, end, f"at slow time t = {end:.6g}"
     if status is Status.SUCCESS and not torch.compiler.is_compiling() and not _finite(trajectory.x, trajectory.y):
         # Equal steps are not watched on the way, so the time is known to the resolution of save_at.
         status = Status.NON_FINITE
         saved = list(takewhile(lambda state: _finite(*state), saved))
-        before, by = (
-            (times[len(saved) - 1] if saved else t0),
-            (*times, t0 + epsilon * trajectory.tau)[len(saved)],
-        )
+        before, by = (times[len(saved) - 1] if saved else task.t0), (*times, end)[len(saved)]
         where = f"between slow times t = {before:.6g} and t = {by:.6g}"
-    message = "" if status is Status.SUCCESS else _message(status, where, method, problem.stats, trajectory.reason)
+        trajectory = Trajectory(*(saved[-1] if saved else (task.x0, task.y0)), tau=(before - task.t0) / task.epsilon)
+    message = ""
+    if status is not Status.SUCCESS:
+        site = _site(task, problem, trajectory, (by - before) / task.epsilon)
+        (why,) = task.diagnose(site, [status])
+        message = _message(task.method, status, where, problem.stats, why, trajectory.reason)
+    x, y = trajectory.x, trajectory.y
     solution = Solution(
-        ts=torch.tensor(times[: len(saved)], dtype=torch.float64, device=trajectory.x.device),
-        xs=torch.stack([x for x, _ in saved]) if saved else trajectory.x.new_empty((0, *trajectory.x.shape)),
-        ys=torch.stack([y for _, y in saved]) if saved else trajectory.y.new_empty((0, *trajectory.y.shape)),
+        ts=torch.tensor(times[: len(saved)], dtype=torch.float64, device=x.device),
+        xs=torch.stack([x for x, _ in saved]) if saved else x.new_empty((0, *x.shape)),
+        ys=torch.stack([y for _, y in saved]) if saved else y.new_empty((0, *y.shape)),
         stats=problem.stats,
         status=status,
         message=message,
@@ -260,20 +281,33 @@ def _solution(
     return solution
 
 
-def _batch_solution(
-    batch: BatchTrajectory,
-    times: tuple[float, ...],
-    t0: float,
-    epsilon: float,
-    method: Method | TorchDiffEq,
-    raise_on_failure: bool,
-) -> Solution:
-    messages = []
-    for sample in batch.samples:
-        where = f"at slow time t = {t0 + epsilon * sample.tau:.6g}"
-        failed = sample.status is not Status.SUCCESS
-        messages.append(_message(sample.status, where, method, sample.stats) if failed else "")
-    failures = [i for i, message in enumerate(messages) if message]
+def _site(task: _Task, problem: FastTimeProblem, trajectory: Trajectory, gap: float) -> Site:
+    """Where to look for what failed within the fast time `gap` after the trajectory's end."""
+    if isinstance(task.method, Method):
+        tau, follow = trajectory.tau, isinstance(task.steps, AdaptiveSteps)
+        ahead = [trajectory.h] if follow else [gap * (i + 1) / PROBES for i in range(PROBES)]
+    else:
+        # torchdiffeq leaves no state but the first.
+        known = trajectory.status is Status.SUCCESS
+        tau, follow = (trajectory.tau if known else 0.0), False
+        start, end = (0.0, gap) if known else (trajectory.tau, (task.t1 - task.t0) / task.epsilon)
+        ahead = [start + (end - start) * (i + 1) / PROBES for i in range(PROBES)]
+    return Site(problem, tau, trajectory.x, trajectory.y, [*ahead], follow)
+
+
+PROBES = 8
+"""Times at which the field is asked for, where a failure is known to an interval only."""
+
+
+def _batch_solution(task: _Task, batch: BatchTrajectory, times: tuple[float, ...], raise_on_failure: bool) -> Solution:
+    failures = [i for i, sample in enumerate(batch.samples) if sample.status is not Status.SUCCESS]
+    messages = [""] * len(batch.samples)
+    if failures:
+        reasons = task.diagnose(batch.site(), [sample.status for sample in batch.samples])
+        for i in failures:
+            sample = batch.samples[i]
+            where = f"at slow time t = {task.slow_time(sample.tau):.6g}"
+            messages[i] = _message(task.method, sample.status, where, sample.stats, reasons[i])
     solution = Solution(
         ts=torch.tensor(times, dtype=torch.float64, device=batch.xs.device),
         xs=batch.xs,
@@ -309,17 +343,18 @@ def _finite(x: Tensor, y: Tensor) -> bool:
 
 
 _ADVICE = {
-    Status.NON_FINITE: "the field returned inf or nan, or the steps were unstable: check the field there, or take smaller steps",
-    Status.STEP_UNDERFLOW: "loosen rtol and atol, or lower min_step; a stiff fast subsystem needs a stiff method",
-    Status.STEP_LIMIT: "raise max_steps, loosen the tolerances, or take a method made for stiff systems",
+    Status.NON_FINITE: "check the field there, or take smaller steps",
+    Status.STEP_UNDERFLOW: "loosen rtol and atol, or lower min_step",
+    Status.STEP_LIMIT: "raise max_steps, or loosen the tolerances",
     Status.ROOT_NOT_FOUND: "raise max_iterations or the tolerance, or integrate x too where f has no attracting root",
 }
 
 
 def _message(
-    status: Status, where: str, method: Method | TorchDiffEq, stats: Stats | SampleStats, reason: str = ""
+    method: Method | TorchDiffEq, status: Status, where: str, stats: Stats | SampleStats, why: str, reason: str = ""
 ) -> str:
     return (
         f"{status.value} {where} with {method!r} after {stats.accepted} accepted and "
-        f"{stats.rejected} rejected steps{f' ({reason})' if reason else ''}: {_ADVICE[status]}"
+        f"{stats.rejected} rejected steps{f' ({reason})' if reason else ''}: "
+        f"{'; '.join(filter(None, [why, _ADVICE[status]]))}"
     )

@@ -19,6 +19,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from solvers.diagnosis import Site
 from solvers.explicit import advance
 from solvers.gradients import Gradient
 from solvers.method import Method, Pair, Step
@@ -158,6 +159,12 @@ class BatchTrajectory:
     ys: Tensor
     x: Tensor
     y: Tensor
+    rows: Pair
+    """The last good states of the samples that failed."""
+
+    def site(self) -> Site:
+        tau, h = (_column([getattr(s, name) for s in self.samples], self.x) for name in ("tau", "h"))
+        return Site(self.problem, tau, *self.rows, ahead=[h], follow=True, rows=len(self.samples))
 
 
 @dataclass
@@ -179,6 +186,7 @@ class BatchMarch:
         self.problem = replace(self.problem, system=Rows(self.problem.system, x0.shape, y0.shape))
         samples = [Sample(PIController(self.method.error_order)) for _ in range(batch)]
         x, y, saves = as_rows(x0), as_rows(y0), Saves()
+        rows = (x, y)
         for k, _ in enumerate(takewhile(lambda tau: tau == 0, self.save_taus)):
             saves.add([(k, i) for i in range(batch)], x, y)
             for sample in samples:
@@ -186,15 +194,16 @@ class BatchMarch:
         if self.span == 0:
             saves.add([(len(self.save_taus), i) for i in range(batch)], x, y)
         else:
-            self._march(samples, saves, x, y)
+            rows = self._march(samples, saves, x, y)
         self.problem.counting = False
         count = len(self.save_taus) + 1  # the end, too
         xs, ys = saves.table(count, batch) if saves.pieces else (_nans(x, count), _nans(y, count))
         xs, ys = xs.reshape(count, *x0.shape), ys.reshape(count, *y0.shape)
-        return BatchTrajectory(self.problem, samples, xs[:-1], ys[:-1], xs[-1], ys[-1])
+        return BatchTrajectory(self.problem, samples, xs[:-1], ys[:-1], xs[-1], ys[-1], rows)
 
-    def _march(self, samples: list[Sample], saves: Saves, x: Tensor, y: Tensor) -> None:
-        stats = self.problem.stats
+    def _march(self, samples: list[Sample], saves: Saves, x: Tensor, y: Tensor) -> Pair:
+        """The last good states."""
+        stats, start = self.problem.stats, (x, y)
         x, y, rate = self._start(samples, x, y)
         while rows := self._propose(samples):
             step = self._attempt(rows, samples, x, y, rate)
@@ -222,6 +231,8 @@ class BatchMarch:
                 samples[i].accept(ratios[i], self.span, self.steps)
             for i in moved:
                 samples[i].tau = samples[i].end
+        begun = [i for i, sample in enumerate(samples) if sample.stats.steps]
+        return _where(begun, x, start[0]), _where(begun, y, start[1])
 
     def _start(self, samples: list[Sample], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Pair]:
         """(x, y, their rate), with the first step sizes set. A sample whose rate is not finite has failed; its row becomes
@@ -229,7 +240,8 @@ class BatchMarch:
         rates, everyone = self.gradient.wrap(self.problem.rates, self.problem.system), range(len(samples))
         tau = _column([0.0] * len(samples), x)
         rate = rates(tau, x, y)
-        finite = [i for i, good in zip(everyone, all_finite(*rate, -1).tolist(), strict=True) if good]
+        good = all_finite(*rate, -1) & all_finite(x, y, -1)
+        finite = [i for i, ok in zip(everyone, good.tolist(), strict=True) if ok]
         for i in set(everyone) - set(finite):
             samples[i].fail(Status.NON_FINITE)
         if finite and len(finite) < len(samples):

@@ -102,6 +102,8 @@ class Trajectory:
     past: Past | None = None
     reason: str = ""
     """What a failure has to say beyond its status."""
+    h: float = 0.0
+    """The last step that error control attempted."""
 
     def fail(self, error: RootNotFound) -> None:
         self.status = Status.NON_FINITE if math.isnan(error.residual) else Status.ROOT_NOT_FOUND
@@ -178,6 +180,7 @@ class March:
             tau, remaining = trajectory.tau, abs(self.span - trajectory.tau)
             last = size >= remaining * (1 - 1e-12)
             taken = remaining if last else size
+            trajectory.h = direction * taken
             if tau + direction * taken == tau:
                 trajectory.status = Status.STEP_UNDERFLOW
                 return

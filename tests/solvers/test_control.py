@@ -11,7 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from solvers import AdaptiveSteps, Dopri5, FastSlowSystem, Heun, Method, Status, Step, TorchDiffEq, integrate, solve
+from solvers import (
+    ETD2RK,
+    ETD3RK,
+    AdaptiveSteps,
+    Dopri5,
+    FastSlowSystem,
+    Heun,
+    Method,
+    Status,
+    Step,
+    TorchDiffEq,
+    integrate,
+    solve,
+)
 from solvers.stepping import PIController, error_ratio, hermite
 from tests.solvers.problems import ADAPTIVE, Bernoulli, Field, Network, Recorded, reference, states
 
@@ -199,6 +212,17 @@ def test_the_field_is_not_asked_outside_the_span() -> None:
     for t1 in (1e-9, -1e-9):
         solve(Field(f), x, y, t1=t1, method=Dopri5(), steps=AdaptiveSteps(1e-3, 1e-3))
         assert max(map(abs, seen)) <= 1e-9 * (1 + 1e-15)
+
+
+def test_the_first_step_starts_with_the_rate_that_its_guess_took() -> None:
+    """One rate at the start, one ahead of it, and of each attempt the stages but the first, where a step knows its end's rate
+    or a rejection keeps its start's."""
+    x, y = states(1)
+    for method, stages in ((Dopri5(), 7), (Heun(), 2), (ETD2RK(), 2), (ETD3RK(), 3)):
+        stats = solve(Network(0.5), x, y, t1=0.5, method=method, steps=AdaptiveSteps(1e-3, 1e-3)).stats
+        assert stats.rejected == 0
+        known = stats.steps if method.first_same_as_last else 1
+        assert stats.fast_evaluations == stats.slow_evaluations == 2 + stages * stats.steps - known
 
 
 def test_float32_states_under_error_control() -> None:
