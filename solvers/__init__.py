@@ -9,7 +9,7 @@ from solvers.method import Method, Step
 from solvers.multirate import MRIGARK22, MultirateEuler
 from solvers.multistep import AndersonAdams, ExponentialAdams
 from solvers.registry import METHODS, MULTIRATE, method_by_name
-from solvers.solution import Solution, SolveError, Stats, Status
+from solvers.solution import SampleStats, Solution, SolveError, Stats, Status
 from solvers.splitting import LieTrotter, Strang
 from solvers.stepping import AdaptiveSteps, FixedSteps, Steps
 from solvers.system import FastSlowSystem, FastTimeProblem, Part
@@ -39,6 +39,7 @@ __all__ = [
     "Method",
     "MultirateEuler",
     "Part",
+    "SampleStats",
     "SlowManifold",
     "Solution",
     "SolveError",

@@ -2,11 +2,13 @@
 
 Dimension 0 of x and y, of one size B, numbers the samples. Inside, states are (B, n), a row a sample, and times and steps are
 (B, 1), so that the methods need one code for both loops. The decisions taken for a sample are those of `solvers.stepping`'s
-loop; the host reads once per batched attempt.
+loop, except that a step is also rejected where the rate at its end, if anything follows, is not finite. The host reads once per
+batched attempt. The field must not mix samples.
 
 The field always sees B rows. A sample that has ended or failed makes steps of length 0, cut off the graph, where its rate was
 last known to be finite; and where a graph is recorded, an attempt that is not finite in some row is made again with a step of
-length 0 there. So no nan enters the graph, in which even 0 * nan would reach the gradients of shared parameters.
+length 0 there. So no nan enters the graph, in which even 0 * nan would reach the gradients of shared parameters; but for a
+sample on which the field is nan whatever its state.
 """
 
 from __future__ import annotations
@@ -276,8 +278,9 @@ class BatchMarch:
 
     def _goes_on(self, sample: Sample) -> bool:
         """Whether the rate at the end of the sample's step will be wanted: by a next step, or to interpolate."""
-        ahead = self.save_taus[sample.saved :]
-        return sample.end != self.span or any(math.copysign(1, self.span) * (tau - sample.end) < 0 for tau in ahead[:1])
+        if sample.end != self.span:
+            return True
+        return sample.saved < len(self.save_taus) and self.save_taus[sample.saved] != self.span
 
     def _attempt(self, rows: list[int], samples: list[Sample], x: Tensor, y: Tensor, rate: Pair) -> Step:
         """One step of each of `rows`, with the rate at the end where a sample wants it; steps of length 0 of the others."""
