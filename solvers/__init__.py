@@ -11,6 +11,7 @@ from solvers.multistep import AndersonAdams, ExponentialAdams
 from solvers.registry import METHODS, MULTIRATE, method_by_name
 from solvers.solution import SampleStats, Solution, SolveError, Stats, Status
 from solvers.splitting import LieTrotter, Strang
+from solvers.stabilised import RKC2, stability_interval
 from solvers.stepping import AdaptiveSteps, FixedSteps, Steps
 from solvers.system import FastSlowSystem, FastTimeProblem, Part
 from solvers.torchdiffeq_adapter import TorchDiffEq
@@ -22,6 +23,7 @@ __all__ = [
     "MRIGARK22",
     "MULTIRATE",
     "RK4",
+    "RKC2",
     "AdaptiveSteps",
     "AndersonAdams",
     "Backprop",
@@ -53,4 +55,5 @@ __all__ = [
     "integrate",
     "method_by_name",
     "solve",
+    "stability_interval",
 ]

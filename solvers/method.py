@@ -25,8 +25,16 @@ def scaled(factor: Factor, change: Tensor) -> Tensor:
     return (factor.to(change.real.dtype) if isinstance(factor, Tensor) else factor) * change
 
 
+class SpectralRadius(NamedTuple):
+    """An estimate of the spectral radius of the Jacobian in fast time, its eigenvector, and the steps for which it was kept."""
+
+    value: float
+    vector: Pair
+    age: int = 0
+
+
 class Past(NamedTuple):
-    """What a multistep method hands to its next step; n = (n_f, eps n_g) is the rate without its linear part."""
+    """What a method hands to its next step; n = (n_f, eps n_g) is the rate without its linear part."""
 
     values: tuple[tuple[float, Pair], ...] = ()
     """(length, n at the start) of the steps before, the latest first."""
@@ -34,6 +42,7 @@ class Past(NamedTuple):
     """(change of the state, change of n) between evaluations, the latest first."""
     last: tuple[Pair, Pair] | None = None
     """The state of the latest evaluation, and n there."""
+    radius: SpectralRadius | None = None
 
 
 @dataclass
@@ -69,6 +78,10 @@ class Method:
     ) -> Step:
         """One step of fast time h from (x, y) at tau. `rate` is (dx/dtau, dy/dtau) there where the caller knows it."""
         raise NotImplementedError(f"{type(self).__name__} must define step")
+
+    def after_rejection(self, past: Past | None) -> Past | None:
+        """The `past` for another attempt at a step that error control has rejected."""
+        return past
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))

@@ -9,6 +9,7 @@ from solvers.method import Method
 from solvers.multirate import MRIGARK22, MultirateEuler
 from solvers.multistep import AndersonAdams, ExponentialAdams
 from solvers.splitting import LieTrotter, Strang
+from solvers.stabilised import RKC2
 from solvers.torchdiffeq_adapter import TorchDiffEq
 
 METHODS: dict[str, type[Method]] = {
@@ -23,6 +24,7 @@ METHODS: dict[str, type[Method]] = {
     "anderson_adams": AndersonAdams,
     "lie": LieTrotter,
     "strang": Strang,
+    "rkc2": RKC2,
     "slow_manifold": SlowManifold,
 }
 

@@ -203,6 +203,7 @@ class March:
                 size = min(max(taken * controller.after_acceptance(ratio), steps.min_step), steps.max_step)
                 continue
             stats.rejected += 1
+            trajectory.past = self.method.after_rejection(trajectory.past)
             if taken <= steps.min_step or taken < 1e-14 * abs(self.span):
                 trajectory.status = Status.STEP_UNDERFLOW if _is_finite(step) else Status.NON_FINITE
                 return

@@ -16,6 +16,7 @@ from solvers import (
     ETD3RK,
     MRIGARK22,
     RK4,
+    RKC2,
     AndersonAdams,
     Backprop,
     Dopri5,
@@ -51,8 +52,10 @@ METHODS: tuple[Method, ...] = (
     MRIGARK22(3),
     MRIGARK22(2, node=0.5),
     MRIGARK22(1, node=2 / 3),
+    RKC2(),
+    RKC2(5),
 )
-ADAPTIVE: tuple[Method, ...] = (Heun(), Dopri5(), ETD2RK(), ETD3RK(), ExponentialAdams(), AndersonAdams())
+ADAPTIVE: tuple[Method, ...] = (Heun(), Dopri5(), ETD2RK(), ETD3RK(), ExponentialAdams(), AndersonAdams(), RKC2())
 
 
 def states(seed: int = 0, x_shape: Sequence[int] = (2, 3), y_shape: Sequence[int] = (2, 3)) -> tuple[Tensor, Tensor]:
