@@ -9,6 +9,7 @@ from solvers.method import Method, Step
 from solvers.multirate import MRIGARK22, MultirateEuler
 from solvers.multistep import AndersonAdams, ExponentialAdams
 from solvers.registry import METHODS, MULTIRATE, method_by_name
+from solvers.rosenbrock import ROS2, ROS34PW2
 from solvers.solution import SampleStats, Solution, SolveError, Stats, Status
 from solvers.splitting import LieTrotter, Strang
 from solvers.stabilised import RKC2, stability_interval
@@ -24,6 +25,8 @@ __all__ = [
     "MULTIRATE",
     "RK4",
     "RKC2",
+    "ROS2",
+    "ROS34PW2",
     "AdaptiveSteps",
     "AndersonAdams",
     "Backprop",

@@ -53,6 +53,18 @@ class _Called(nn.Module):
         return self.step(*args)
 
 
+def as_now(step: Callable[..., R], system: nn.Module) -> Callable[..., R]:
+    """`step` with the tensors that `system` has now, also where `functional_call` has put them in for its duration."""
+    held = {} if torch.compiler.is_compiling() else _tensors(system)
+
+    def with_held(*args: Any) -> R:
+        if not held or all(now is then for now, then in zip(_tensors(system).values(), held.values(), strict=True)):
+            return step(*args)
+        return functional_call(_Called(step, system), {f"system.{name}": t for name, t in held.items()}, args)
+
+    return with_held
+
+
 class Checkpointed(Gradient):
     """The discrete adjoint: stores the state before each step and replays one step at a time in the backward pass.
 
@@ -61,13 +73,7 @@ class Checkpointed(Gradient):
     """
 
     def wrap(self, step: Callable[..., R], system: nn.Module) -> Callable[..., R]:
-        held = {} if torch.compiler.is_compiling() else _tensors(system)
-
-        def with_held(*args: Any) -> R:
-            """Replays with the tensors of the forward pass, also where `functional_call` had put them in for its duration."""
-            if not held or all(now is then for now, then in zip(_tensors(system).values(), held.values(), strict=True)):
-                return step(*args)
-            return functional_call(_Called(step, system), {f"system.{name}": t for name, t in held.items()}, args)
+        with_held = as_now(step, system)
 
         def replayed(*args: Any) -> R:
             return checkpoint(with_held, *args, use_reentrant=False, preserve_rng_state=False)

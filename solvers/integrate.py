@@ -347,6 +347,7 @@ _ADVICE = {
     Status.STEP_UNDERFLOW: "loosen rtol and atol, or lower min_step",
     Status.STEP_LIMIT: "raise max_steps, or loosen the tolerances",
     Status.ROOT_NOT_FOUND: "raise max_iterations or the tolerance, or integrate x too where f has no attracting root",
+    Status.LINEAR_SOLVE: "raise max_iterations or linear_tolerance, or take smaller steps; a fast_decay preconditions the system",
 }
 
 

@@ -8,6 +8,7 @@ from solvers.manifold import SlowManifold
 from solvers.method import Method
 from solvers.multirate import MRIGARK22, MultirateEuler
 from solvers.multistep import AndersonAdams, ExponentialAdams
+from solvers.rosenbrock import ROS2, ROS34PW2
 from solvers.splitting import LieTrotter, Strang
 from solvers.stabilised import RKC2
 from solvers.torchdiffeq_adapter import TorchDiffEq
@@ -25,6 +26,8 @@ METHODS: dict[str, type[Method]] = {
     "lie": LieTrotter,
     "strang": Strang,
     "rkc2": RKC2,
+    "ros2": ROS2,
+    "ros34pw2": ROS34PW2,
     "slow_manifold": SlowManifold,
 }
 

@@ -16,6 +16,7 @@ class Status(enum.Enum):
     STEP_UNDERFLOW = "step size below the smallest allowed"
     STEP_LIMIT = "step limit reached"
     ROOT_NOT_FOUND = "no root of the fast field found"
+    LINEAR_SOLVE = "linear system not solved"
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Stats:
     slow_evaluations: int = 0
     """Evaluations of g."""
     jacobian_products: int = 0
+    """Products of the Jacobian of (f, eps g) with a vector."""
     linear_iterations: int = 0
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from solvers.gradients import Backprop, Gradient
 from solvers.method import Factor, Method, Pair, Past, Step, scaled
 from solvers.solution import Status
-from solvers.system import FastTimeProblem, RootNotFound
+from solvers.system import FastTimeProblem, StepFailed
 
 DEFAULT_MAX_STEPS = 100_000
 
@@ -105,8 +105,8 @@ class Trajectory:
     h: float = 0.0
     """The last step that error control attempted."""
 
-    def fail(self, error: RootNotFound) -> None:
-        self.status = Status.NON_FINITE if math.isnan(error.residual) else Status.ROOT_NOT_FOUND
+    def fail(self, error: StepFailed) -> None:
+        self.status = Status.NON_FINITE if math.isnan(error.residual) else error.status
         self.reason = str(error)
 
 
@@ -136,7 +136,7 @@ class March:
                 self._run_fixed(trajectory, self.steps.n)
             else:
                 self._run_adaptive(trajectory, self.steps)
-        except RootNotFound as error:
+        except StepFailed as error:
             trajectory.fail(error)
         self.problem.counting = False
         return trajectory
@@ -189,7 +189,7 @@ class March:
                 step = step_function(
                     self.problem, tau, direction * taken, trajectory.x, trajectory.y, rate, *self._past(trajectory)
                 )
-            except RootNotFound as error:
+            except StepFailed as error:
                 stats.rejected += 1
                 if taken <= steps.min_step or taken < 1e-14 * abs(self.span):
                     trajectory.fail(error)

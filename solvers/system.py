@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from solvers.solution import Stats
+from solvers.solution import Stats, Status
 
 Rate = Callable[[float | Tensor, Tensor, Tensor], Tensor]
 
@@ -62,12 +62,32 @@ class FastSlowSystem(nn.Module):
         return (Part("fast", self.fast), Part("slow", self.slow))
 
 
-class RootNotFound(ArithmeticError):
-    """No x with f(t, x, y) = 0 was found at the slow time t. The residual is nan where f is not finite."""
+class StepFailed(ArithmeticError):
+    """A step has no result; `status` says what it lacks. `residual` is nan where the field is not finite."""
+
+    status: ClassVar[Status]
+
+    def __init__(self, message: str, residual: float) -> None:
+        super().__init__(message)
+        self.residual = residual
+
+
+class RootNotFound(StepFailed):
+    """No x with f(t, x, y) = 0 was found at the slow time t."""
+
+    status = Status.ROOT_NOT_FOUND
 
     def __init__(self, t: float, residual: float, cause: str) -> None:
-        super().__init__(f"no root of f at t = {t:.6g}: {cause}")
-        self.residual = residual
+        super().__init__(f"no root of f at t = {t:.6g}: {cause}", residual)
+
+
+class StageNotSolved(StepFailed):
+    """The linear system of a stage was not solved, in the step from the slow time t."""
+
+    status = Status.LINEAR_SOLVE
+
+    def __init__(self, t: float, residual: float, cause: str) -> None:
+        super().__init__(f"no stage of the step from t = {t:.6g}: {cause}", residual)
 
 
 @dataclass
@@ -125,7 +145,7 @@ class FastTimeProblem:
         return self.fast(tau, x, y), self.slow(tau, x, y)
 
     def settled(self, tau: float | Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """The x near the given one that a constrained problem has beside y; may raise `RootNotFound`."""
+        """The x near the given one that a constrained problem has beside y; may raise `StepFailed`."""
         return x
 
     def decays(self) -> tuple[float | Tensor, float | Tensor]:

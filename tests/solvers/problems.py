@@ -17,6 +17,8 @@ from solvers import (
     MRIGARK22,
     RK4,
     RKC2,
+    ROS2,
+    ROS34PW2,
     AndersonAdams,
     Backprop,
     Dopri5,
@@ -54,8 +56,19 @@ METHODS: tuple[Method, ...] = (
     MRIGARK22(1, node=2 / 3),
     RKC2(),
     RKC2(5),
+    ROS2(),
+    ROS34PW2(),
 )
-ADAPTIVE: tuple[Method, ...] = (Heun(), Dopri5(), ETD2RK(), ETD3RK(), ExponentialAdams(), AndersonAdams(), RKC2())
+ADAPTIVE: tuple[Method, ...] = (
+    Heun(),
+    Dopri5(),
+    ETD2RK(),
+    ETD3RK(),
+    ExponentialAdams(),
+    AndersonAdams(),
+    RKC2(),
+    ROS34PW2(),
+)
 
 
 def states(seed: int = 0, x_shape: Sequence[int] = (2, 3), y_shape: Sequence[int] = (2, 3)) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,8 @@ from solvers import (
     MRIGARK22,
     RK4,
     RKC2,
+    ROS2,
+    ROS34PW2,
     AdaptiveSteps,
     Backprop,
     Checkpointed,
@@ -72,7 +74,7 @@ def test_equal_steps_read_nothing(method: Method, gradient: Gradient) -> None:
 
 
 def test_the_methods_that_read_are_these() -> None:
-    assert [method for method in METHODS if method.reads_host] == [RKC2()]
+    assert [method for method in METHODS if method.reads_host] == [RKC2(), ROS2(), ROS34PW2()]
 
 
 def test_a_search_for_a_root_declares_its_reads() -> None:
