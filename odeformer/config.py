@@ -103,6 +103,7 @@ class FlowConfig:
 
     method: str = "rk4"
     """euler, heun, rk4, dopri5; exponential_euler, etd2rk, etd3rk, exponential_adams, for a large leak; lie, strang;
+    rkc2, ros2, ros34pw2, for any stiffness: stabilised explicit and linearly implicit;
     slow_manifold, which takes an attracting fast subsystem to be at rest;
     multirate_euler:M or mri_gark22:M with M micro-steps; or torchdiffeq:NAME for one of torchdiffeq's solvers."""
     steps: Int | None = Field(default=4, ge=1)

@@ -111,12 +111,12 @@ class Linearisation:
     def product(self, v: Pair) -> Pair:
         """J v."""
         u, image = self._transposed
-        with _own_graph():
+        with torch.inference_mode(False):
             return torch.autograd.grad(image, u, v, retain_graph=True)  # type: ignore[return-value]
 
     def transposed_product(self, u: Pair) -> Pair:
         """J^T u."""
-        with _own_graph():
+        with torch.inference_mode(False):
             return torch.autograd.grad(self.rates, self.inputs, u, retain_graph=True)  # type: ignore[return-value]
 
     @cached_property

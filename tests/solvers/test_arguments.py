@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from solvers import (
     MRIGARK22,
     RK4,
+    RKC2,
+    ROS2,
     AdaptiveSteps,
     Dopri5,
     Euler,
@@ -164,7 +166,9 @@ def test_times_may_be_scalar_tensors_and_ints() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [Euler(), Dopri5(), LieTrotter(), Strang(), MultirateEuler(2), MRIGARK22(2)], ids=repr
+    "method",
+    [Euler(), Dopri5(), LieTrotter(), Strang(), MultirateEuler(2), MRIGARK22(2), RKC2(), ROS2()],
+    ids=repr,
 )
 def test_rates_of_another_shape_are_refused(method: Method) -> None:
     """Adding them would broadcast: a smaller one silently, a larger one by growing the state."""

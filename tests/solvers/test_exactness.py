@@ -13,6 +13,8 @@ from torch import Tensor
 from solvers import (
     MRIGARK22,
     RK4,
+    RKC2,
+    ROS2,
     AdaptiveSteps,
     Dopri5,
     Euler,
@@ -177,6 +179,8 @@ def test_evaluations_are_counted() -> None:
         MultirateEuler(3): (15, 5),
         MRIGARK22(3): (30, 10),
         MRIGARK22(3, 0.5): (60, 10),
+        RKC2(4): (5 * 4 + 1, 5 * 4 + 1),  # first same as last
+        ROS2(): (5 * 4, 5 * 4),
     }
     for method, counts in expected.items():
         stats = solve(Network(0.5), x, y, t1=1.0, method=method, steps=FixedSteps(5)).stats
