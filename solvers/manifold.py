@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from solvers.anderson import NotConverged, find_root
 from solvers.explicit import ExplicitRungeKutta, Heun, advance, combine
+from solvers.gradients import as_now
 from solvers.method import Method, Pair, Step
 from solvers.system import FastTimeProblem, RootNotFound
 
@@ -137,10 +138,8 @@ class ReducedProblem(FastTimeProblem):
             raise RootNotFound(t, cause.residual, str(cause)) from cause
         if not value.requires_grad:
             return root
-        uncounted = replace(self, counting=False)
-        return _Root.apply(
-            value, root, y, lambda x, y: uncounted.fast(tau, x, y), scale, tolerance, settings.max_iterations
-        )
+        fast = as_now(replace(self, counting=False).fast, self.system)
+        return _Root.apply(value, root, y, lambda x, y: fast(tau, x, y), scale, tolerance, settings.max_iterations)
 
 
 class _Root(torch.autograd.Function):

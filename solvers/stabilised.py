@@ -44,7 +44,8 @@ class RKC2(Method):
     Args:
         stages: at least 2. None: as few as are stable, by an estimate of the spectral radius of the whole Jacobian in fast time
             (a power method on differences of the rate) that is renewed every 25 steps and after a rejection. It reads the host
-            once an iteration. The number of stages is not differentiated.
+            once an iteration. The number of stages is not differentiated; it is one for the whole state, so that within the error
+            a sequence's result depends on its batch mates, and a token's on later tokens.
 
     A step that needs more than 10 000 stages is not taken: its state is nan, to which error control answers with shorter steps.
     Eigenvalues far from the negative real axis limit the step further: error control sees to that, equal steps do not.

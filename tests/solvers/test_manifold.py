@@ -225,6 +225,29 @@ def test_second_derivatives_are_refused() -> None:
         first.sum().backward()
 
 
+@pytest.mark.parametrize("gradient", [Backprop(), Checkpointed()], ids=repr)
+def test_overrides_of_functional_call_last_through_the_backward_pass(gradient: Gradient) -> None:
+    """The Jacobian of the implicit gradient is that of the forward pass, also when the parameters are back in place."""
+
+    class Run(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.system = Pull(0.1)
+            self.system.w = torch.nn.Parameter(self.system.w)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            method, steps = SlowManifold(tolerance=1e-13), FixedSteps(2)
+            found = solve(self.system, x, y, t1=0.5, method=method, steps=steps, gradient=gradient)
+            return found.xs.sum() + found.ys.square().sum()
+
+    run, (x, y) = Run(), states()
+    override = (-run.system.w.detach()).requires_grad_()
+    (found,) = torch.autograd.grad(torch.func.functional_call(run, {"system.w": override}, (x, y)), override)
+    with torch.no_grad():
+        run.system.w.copy_(override)
+    assert torch.equal(found, torch.autograd.grad(run(x, y), run.system.w)[0])
+
+
 def test_an_exact_root_costs_one_evaluation() -> None:
     for f in (lambda t, x, y: y - x, lambda t, x, y: torch.zeros_like(x)):
         stats = solve(Field(f), ONE, ONE, t1=1.0, method=SlowManifold(Euler()), steps=FixedSteps(5)).stats
