@@ -132,6 +132,7 @@ def _own_graph() -> ExitStack:
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.enable_grad())
-    stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+    # Detached, because a node that saves its own output would never be freed.
+    stack.enter_context(saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor))
     stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the fused kernels have no second derivative
     return stack

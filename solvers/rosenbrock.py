@@ -80,6 +80,7 @@ class Rosenbrock(Method):
         ahead = problem.rates(tau + h, x, y)
         drift = (ahead[0] - first[0], ahead[1] - first[1])  # h T
         matrix = StageMatrix(self, problem, tau, h, x, y)
+        linear = matrix.linearised()
         fast: list[Tensor] = []
         slow: list[Tensor] = []
         for alphas, gammas in zip(((), *tableau.alphas), ((), *tableau.gammas), strict=True):
@@ -91,7 +92,7 @@ class Rosenbrock(Method):
             previous = [combine(1.0, couplings, k) if k else None for k in (fast, slow)]
             right = [r.add(d, alpha=gamma + sum(gammas)) for r, d in zip(rates, drift, strict=True)]
             right = [r if p is None else r + p for r, p in zip(right, previous, strict=True)]
-            v = matrix.solve((right[0], right[1]))
+            v = matrix.solve(linear, (right[0], right[1]))
             for stages, solution, p in zip((fast, slow), v, previous, strict=True):
                 stages.append(solution if p is None else solution - p)
         return Step(
@@ -146,22 +147,25 @@ class ROS34PW2(Rosenbrock):
 
 
 class StageMatrix:
-    """M = 1 - h gamma J at (tau, x, y)."""
+    """M = 1 - h gamma J at (tau, x, y). It holds no graph: backward passes hold it."""
 
     def __init__(
         self, method: Rosenbrock, problem: FastTimeProblem, tau: float, h: float, x: Tensor, y: Tensor
     ) -> None:
         self.method, self.problem, self.tau, self.x, self.y = method, problem, tau, x, y
         self.shift = h * method.tableau.gamma
-        self.linear = Linearisation(self._rates_by(problem.rates), x, y)
 
-    def solve(self, right: Pair) -> Pair:
+    def linearised(self) -> Linearisation:
+        """J, for all stages of a step."""
+        return Linearisation(self._rates_by(self.problem.rates), self.x, self.y)
+
+    def solve(self, linear: Linearisation, right: Pair) -> Pair:
         """M^{-1} right, differentiable once. Raises `StageNotSolved`."""
         stats, counting = self.problem.stats, self.problem.counting
 
         def product(v: Pair) -> Pair:
             stats.jacobian_products += counting
-            return self._shifted(v, self.linear.product(v))
+            return self._shifted(v, linear.product(v))
 
         units = [_unit(state, self.shift * r.detach()) for state, r in zip((self.x, self.y), right, strict=True)]
         try:
@@ -170,7 +174,7 @@ class StageMatrix:
             t = float(torch.as_tensor(self.problem.slow_time(self.tau)).detach())
             raise StageNotSolved(t, cause.residual, str(cause)) from cause
         stats.linear_iterations += iterations * counting
-        return self._with_gradient(v, right, units) if torch.is_grad_enabled() else v
+        return self._with_gradient(v, right, units) if right[0].requires_grad or right[1].requires_grad else v
 
     def _with_gradient(self, v: Pair, right: Pair, units: list[Tensor]) -> Pair:
         """v as a function of what right and M depend on, by the residual right - M v."""
@@ -178,11 +182,10 @@ class StageMatrix:
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no forward-mode derivative
             image = torch.func.jvp(self._rates_by(uncounted), (self.x, self.y), v)[1]
         product = self._shifted(v, image)
-        residual = (right[0] - product[0], right[1] - product[1])
-        if not (residual[0].requires_grad or residual[1].requires_grad):
-            return v
         rates = self._rates_by(as_now(uncounted, self.problem.system))
-        return _Solved.apply(*residual, *v, lambda grad: self._solve_transposed(rates, grad, units))
+        return _Solved.apply(
+            right[0] - product[0], right[1] - product[1], *v, lambda grad: self._solve_transposed(rates, grad, units)
+        )
 
     def _solve_transposed(self, rates: Callable[[Tensor, Tensor], Pair], grad: Pair, units: list[Tensor]) -> Pair:
         """M^{-T} grad."""

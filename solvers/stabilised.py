@@ -10,7 +10,6 @@ w0 = 1 + damping / s^2, w1 = T_s'(w0) / T_s''(w0), b_j = T_j''(w0) / T_j'(w0)^2,
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -123,7 +122,6 @@ class Row(NamedTuple):
     c: float
 
 
-@lru_cache
 def coefficients(stages: int) -> tuple[float, tuple[Row, ...]]:
     """c_1, and the rows of the stages 2 .. s: equations (2.3) to (2.6) of the paper, with b_0 = b_1 = b_2."""
     w0 = 1 + DAMPING / stages**2

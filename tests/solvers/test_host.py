@@ -134,6 +134,8 @@ class Flow(nn.Module):
         (MultirateEuler(2), Backprop()),
         (MRIGARK22(2), Backprop()),
         (MRIGARK22(2, 0.5), Checkpointed()),
+        (RKC2(3), Backprop()),
+        (RKC2(3), Checkpointed()),
     ],
     ids=repr,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from scipy.integrate import solve_ivp
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from odeformer import FastSlowConfig
 from odeformer.fields import FastSlowField, FastSlowLayer
@@ -274,6 +276,42 @@ def test_second_derivatives_are_refused() -> None:
     (first,) = torch.autograd.grad(found.xs.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
+
+
+class Noting(FastSlowSystem):
+    """x' = tanh(x W) W^T, which notes the hidden layers of its evaluations outside of forward mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.randn(2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        self.hidden: list[StorageWeakRef] = []
+
+    def alive(self) -> int:
+        return sum(not storage.expired() for storage in self.hidden)
+
+    def fast(self, t: float | Tensor, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(x @ self.w)
+        if not torch._C._functorch.is_functorch_wrapped_tensor(hidden):
+            self.hidden.append(StorageWeakRef(hidden.untyped_storage()))
+        return hidden @ self.w.T / 50
+
+    def slow(self, t: float | Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return torch.zeros_like(y)
+
+
+def test_graphs_of_the_jacobian_do_not_outlive_their_step() -> None:
+    """Backprop keeps the layers of the evaluations of a step without that for the Jacobian; Checkpointed none."""
+    x, y = states(0, (2, 2), (1,))
+    for gradient, kept in ((Backprop(), 3), (Checkpointed(), 0)):
+        system = Noting()
+        found = solve(system, x, y, t1=1.0, method=ROS2(), steps=FixedSteps(4), gradient=gradient)
+        gc.collect()
+        assert len(system.hidden) == 4 * 4 and system.alive() == 4 * kept
+        found.xs.sum().backward()
+        assert system.w.grad is not None and system.w.grad.abs().max() > 0
+        del found
+        gc.collect()
+        assert system.alive() == 0
 
 
 @pytest.mark.parametrize("gradient", [Backprop(), Checkpointed()], ids=repr)
