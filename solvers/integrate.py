@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from numbers import Real
 
@@ -16,7 +17,7 @@ from solvers.gradients import Backprop, Gradient
 from solvers.method import Method
 from solvers.per_sample import BatchMarch, BatchTrajectory
 from solvers.solution import SampleStats, Solution, SolveError, Stats, Status
-from solvers.stepping import DEFAULT_MAX_STEPS, AdaptiveSteps, FixedSteps, March, Steps, Trajectory
+from solvers.stepping import DEFAULT_MAX_STEPS, ROUND_OFFS, AdaptiveSteps, FixedSteps, March, Steps, Trajectory
 from solvers.system import FastSlowSystem, FastTimeProblem
 from solvers.torchdiffeq_adapter import TorchDiffEq
 
@@ -55,6 +56,7 @@ def solve(
     t0, t1 = _time("t0", t0), _time("t1", t1)
     epsilon = check_problem(system, x0, y0, method, steps, gradient, max_steps)
     times = _save_times(save_at, t0, t1)
+    steps = resolvable(steps, x0, y0)
     problem = FastTimeProblem.over_slow_time(system, t0)
     fast_span = (t1 - t0) / epsilon
     if not math.isfinite(fast_span):
@@ -87,6 +89,7 @@ def integrate(
     """
     span = _time("span", span)
     epsilon = check_problem(system, x0, y0, method, steps, gradient, max_steps)
+    steps = resolvable(steps, x0, y0)
     problem = FastTimeProblem.over_fast_time(system)
     task = _Task(x0, y0, 0.0, epsilon * span, epsilon, method, steps)
     if isinstance(steps, AdaptiveSteps) and steps.per_sample:
@@ -161,6 +164,25 @@ def check_scheme(method: Method | TorchDiffEq, steps: Steps, gradient: Gradient 
         raise ValueError(
             f"{method!r} does not take steps of single samples; for per_sample=True use Heun(), Dopri5(), ETD2RK() or ETD3RK()"
         )
+
+
+def resolvable(steps: Steps, *states: Tensor) -> Steps:
+    """`steps` with an rtol that the states' dtypes resolve. Warns, at the caller's caller, of one below their epsilon."""
+    dtype = max((state.dtype for state in states if state.numel()), key=_epsilon, default=torch.float64)
+    epsilon = _epsilon(dtype)
+    if not isinstance(steps, AdaptiveSteps) or steps.rtol >= epsilon:
+        return steps
+    raised = replace(steps, rtol=ROUND_OFFS * epsilon)
+    warnings.warn(
+        f"rtol={steps.rtol:g} is below the epsilon {epsilon:.3g} of {dtype}: the solve takes rtol={raised.rtol:.3g}",
+        UserWarning,
+        stacklevel=3,
+    )
+    return raised
+
+
+def _epsilon(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
 
 
 def _run(

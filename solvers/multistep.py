@@ -141,19 +141,20 @@ class AndersonAdams(ExponentialAdams):
         changes = [[pair[0][i] for pair in secants] for i in (0, 1)]
         effects = [[scaled(parts[i].weight, pair[1][i]) - pair[0][i] for pair in secants] for i in (0, 1)]
         if self.rows:
-            return tuple(_unexplained(residual[i], changes[i], effects[i]) for i in (0, 1))  # type: ignore[return-value]
-        sizes = [(part.predicted.square().mean() + TINY).sqrt() for part in parts]
+            left = [_unexplained(_real(residual[i]), *map(_reals, (changes[i], effects[i]))) for i in (0, 1)]
+            return _like(left[0], residual[0]), _like(left[1], residual[1])
+        sizes = [(_real(part.predicted.reshape(-1)).square().mean() + TINY).sqrt() for part in parts]
 
         def joined(pair: Sequence[Tensor]) -> Tensor:
-            return torch.cat([(value / size).reshape(-1) for value, size in zip(pair, sizes, strict=True)])
+            return torch.cat([_real(value.reshape(-1)) / size for value, size in zip(pair, sizes, strict=True)])
 
-        left = _unexplained(
+        whole = _unexplained(
             joined(residual),
             [joined(pair) for pair in zip(*changes, strict=True)],
             [joined(pair) for pair in zip(*effects, strict=True)],
         )
-        x, y = left.split([residual[0].numel(), residual[1].numel()])
-        return x.view_as(residual[0]) * sizes[0], y.view_as(residual[1]) * sizes[1]
+        x, y = whole.split([_real(part.reshape(-1)).numel() for part in residual])
+        return _like(x * sizes[0], residual[0]), _like(y * sizes[1], residual[1])
 
 
 Secants = tuple[tuple[Pair, Pair], ...]
@@ -162,6 +163,23 @@ TINY = 1e-30
 
 def _difference(a: Pair, b: Pair) -> Pair:
     return a[0] - b[0], a[1] - b[1]
+
+
+def _real(value: Tensor) -> Tensor:
+    """In real numbers, of float32 at least, complex ones as pairs along the last dimension."""
+    value = torch.view_as_real(value).flatten(-2) if value.is_complex() else value
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _reals(values: list[Tensor]) -> list[Tensor]:
+    return [_real(value) for value in values]
+
+
+def _like(value: Tensor, state: Tensor) -> Tensor:
+    """What `_real` made of a state, in the state's dtype and shape."""
+    if state.is_complex():
+        value = torch.view_as_complex(value.reshape(*state.shape, 2))
+    return value.reshape(state.shape).to(state.dtype)
 
 
 def _unexplained(residual: Tensor, changes: list[Tensor], effects: list[Tensor]) -> Tensor:

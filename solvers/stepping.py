@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from solvers.solution import Status
 from solvers.system import FastTimeProblem, StepFailed
 
 DEFAULT_MAX_STEPS = 100_000
+ROUND_OFFS = 4
+"""What replaces an rtol below round-off, in units of the epsilon of the state's dtype."""
 
 
 def _check_number(name: str, value: object, *, positive: bool, finite: bool = True) -> None:
@@ -46,6 +49,38 @@ class FixedSteps:
         """The same steps in a unit of time `factor` times as long: there is nothing to convert."""
         return self
 
+    def ends(self, span: float) -> list[float]:
+        """Where the steps over [0, span] end; the last one exactly there."""
+        return [*(span * ((i + 1) / self.n) for i in range(self.n - 1)), span]
+
+
+@dataclass(frozen=True)
+class MeshSteps(FixedSteps):
+    """Steps that end at the given times, measured from the start of the solve in its unit of time; the last is the whole span.
+
+    Raises ValueError where the times are none, not in the direction of integration, or do not end with the span.
+    """
+
+    n: int = field(init=False, repr=False)
+    times: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", len(self.times))
+        super().__post_init__()
+        sign = math.copysign(1.0, self.times[-1])
+        if not all(sign * later > sign * earlier for earlier, later in pairwise((0.0, *self.times))):
+            raise ValueError(f"times must move away from 0 in one direction, got {self.times!r}")
+
+    def rescaled(self, factor: float) -> MeshSteps:
+        """The same mesh in a unit of time `factor` times as long."""
+        return MeshSteps(tuple(time / factor for time in self.times))
+
+    def ends(self, span: float) -> list[float]:
+        """The mesh, of which the end must be that of the span."""
+        if self.times[-1] != span:
+            raise ValueError(f"the mesh ends after {self.times[-1]!r}, the solve after {span!r}")
+        return list(self.times)
+
 
 @dataclass(frozen=True)
 class AdaptiveSteps:
@@ -56,7 +91,8 @@ class AdaptiveSteps:
     within [0.2, 5] after an accepted step and [0.1, 0.9] after a rejected one, and does not grow right after a rejection.
 
     Args:
-        rtol, atol: tolerances, > 0 and >= 0.
+        rtol, atol: tolerances, > 0 and >= 0. Below the epsilon of the state's dtype, where errors are round-off and steps would
+            shrink for nothing, an rtol warns and the solve takes `ROUND_OFFS` times that epsilon.
         first_step, min_step, max_step: in the solve's unit of time (slow time in `solve`); first_step None estimates it.
             The last step may be shorter than min_step.
         per_sample: every element of dimension 0 of x and y gets its own time, steps and status (`solvers.per_sample`).
@@ -133,7 +169,7 @@ class March:
             if self.problem.constrained:
                 trajectory.x = self.gradient.wrap(self.problem.settled, self.problem.system)(0.0, x, y)
             if isinstance(self.steps, FixedSteps):
-                self._run_fixed(trajectory, self.steps.n)
+                self._run_fixed(trajectory, self.steps)
             else:
                 self._run_adaptive(trajectory, self.steps)
         except StepFailed as error:
@@ -141,16 +177,16 @@ class March:
         self.problem.counting = False
         return trajectory
 
-    def _run_fixed(self, trajectory: Trajectory, n: int) -> None:
+    def _run_fixed(self, trajectory: Trajectory, steps: FixedSteps) -> None:
         step_function = self.gradient.wrap(self.method.step, self.problem.system)
-        h, rate = self.span / n, None
+        rate: Pair | None = None
         stats = self.problem.stats
-        for i in range(n):
+        for i, tau_end in enumerate(steps.ends(self.span)):
             if i == self.max_steps:
                 trajectory.status = Status.STEP_LIMIT
                 return
             tau = trajectory.tau
-            tau_end = self.span if i == n - 1 else self.span * ((i + 1) / n)
+            h = tau_end - tau if isinstance(steps, MeshSteps) else self.span / steps.n
             step = step_function(self.problem, tau, h, trajectory.x, trajectory.y, rate, *self._past(trajectory))
             stats.steps += 1
             stats.accepted += 1
@@ -288,13 +324,19 @@ def scaled_norm(error: Tensor, scale: Tensor, dim: int | None = None) -> Tensor:
     """Root mean square of error / scale, an error of 0 being 0 even at scale 0; 0 for an empty state."""
     if error.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=error.device)
-    return torch.where(error == 0, 0, error.abs() / scale).square().mean(dim).sqrt().double()
+    return torch.where(error == 0, 0, _size(error) / scale).square().mean(dim).sqrt().double()
+
+
+def _size(state: Tensor) -> Tensor:
+    """|state| in float32 at least: squares and tolerances leave the range of half precision."""
+    size = state.abs()
+    return size.to(torch.promote_types(size.dtype, torch.float32))
 
 
 def tolerance(steps: AdaptiveSteps, *states: Tensor) -> Tensor:
-    size = states[0].abs()
+    size = _size(states[0])
     for state in states[1:]:
-        size = torch.maximum(size, state.abs())
+        size = torch.maximum(size, _size(state))
     return steps.atol + steps.rtol * size
 
 

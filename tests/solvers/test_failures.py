@@ -132,24 +132,6 @@ def test_step_underflow() -> None:
     assert "min_step" in solution.message
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("tolerance", [1e-18, 1e-30, 1e-200])
-def test_a_tolerance_below_round_off_ends(dtype: torch.dtype, tolerance: float) -> None:
-    x, y = (state.to(dtype) for state in states())
-    with torch.no_grad():
-        solution = solve(
-            Network(0.5).to(dtype),
-            x,
-            y,
-            t1=1.0,
-            method=Dopri5(),
-            steps=AdaptiveSteps(tolerance, 0.0),
-            max_steps=300,
-            raise_on_failure=False,
-        )
-    assert solution.status in (Status.STEP_UNDERFLOW, Status.STEP_LIMIT)
-
-
 def test_failures_raise_by_default_and_carry_the_solution() -> None:
     x, y = states()
     with pytest.raises(SolveError, match="non-finite state or field at slow time") as caught:
