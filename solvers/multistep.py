@@ -9,7 +9,7 @@ differences (Hairer, Norsett & Wanner, Solving ODEs I, section III.5).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -135,26 +135,29 @@ class AndersonAdams(ExponentialAdams):
         return Step(*state, error, end_rate, Past(values, secants, last))
 
     def _accelerated(self, residual: Pair, parts: list[Extrapolation], secants: Secants) -> Pair:
-        """residual minus the part of it that the secants explain: (S + F) argmin_g |residual - F g|."""
+        """residual minus the part of it that the secants explain: residual - (S + F) argmin_g |residual - F g|.
+
+        S and N are the changes of the state and of n; F = w N - S, with w the corrector's weight of n, is what S does to the
+        residual.
+        """
+        counts = [_real(part if self.rows else part.reshape(-1)).shape[-1] for part in residual if part.numel()]
+        entries = (min if self.rows else sum)(counts or [1])
+        secants = secants[: max(1, entries // 2)]  # as many as there are entries would explain anything
         if not secants:
             return residual
-        changes = [[pair[0][i] for pair in secants] for i in (0, 1)]
-        effects = [[scaled(parts[i].weight, pair[1][i]) - pair[0][i] for pair in secants] for i in (0, 1)]
+        effects, spaces = [], []
+        for i, part in enumerate(parts):
+            effect = scaled(part.weight, torch.stack([n[i] for _, n in secants]))
+            change = effect - torch.stack([state[i] for state, _ in secants])
+            effects.append(effect)
+            spaces.append(_products(change, residual[i], self.rows))
         if self.rows:
-            left = [_unexplained(_real(residual[i]), *map(_reals, (changes[i], effects[i]))) for i in (0, 1)]
-            return _like(left[0], residual[0]), _like(left[1], residual[1])
-        sizes = [(_real(part.predicted.reshape(-1)).square().mean() + TINY).sqrt() for part in parts]
-
-        def joined(pair: Sequence[Tensor]) -> Tensor:
-            return torch.cat([_real(value.reshape(-1)) / size for value, size in zip(pair, sizes, strict=True)])
-
-        whole = _unexplained(
-            joined(residual),
-            [joined(pair) for pair in zip(*changes, strict=True)],
-            [joined(pair) for pair in zip(*effects, strict=True)],
-        )
-        x, y = whole.split([_real(part.reshape(-1)).numel() for part in residual])
-        return _like(x * sizes[0], residual[0]), _like(y * sizes[1], residual[1])
+            shares = [_minimiser(*space) for space in spaces]
+        else:
+            squares = [_mean_square(part.predicted) for part in parts]  # so that x and y weigh alike
+            shares = [_minimiser(*(p / squares[0] + q / squares[1] for p, q in zip(*spaces, strict=True)))] * 2
+        x, y = (r - _combination(effect, g, self.rows) for r, effect, g in zip(residual, effects, shares, strict=True))
+        return x, y
 
 
 Secants = tuple[tuple[Pair, Pair], ...]
@@ -171,29 +174,31 @@ def _real(value: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
-def _reals(values: list[Tensor]) -> list[Tensor]:
-    return [_real(value) for value in values]
+def _mean_square(state: Tensor) -> Tensor:
+    entries = _real(state.reshape(-1))
+    return entries.square().sum() / max(1, len(entries)) + TINY
 
 
-def _like(value: Tensor, state: Tensor) -> Tensor:
-    """What `_real` made of a state, in the state's dtype and shape."""
-    if state.is_complex():
-        value = torch.view_as_complex(value.reshape(*state.shape, 2))
-    return value.reshape(state.shape).to(state.dtype)
+def _products(F: Tensor, residual: Tensor, rows: bool) -> tuple[Tensor, Tensor]:
+    """F^T F and F^T residual, over the last dimension of each row or over all entries; F (m, *shape), residual (*shape)."""
+    F, residual = (F.movedim(0, -2), residual) if rows else (F.reshape(len(F), -1), residual.reshape(-1))
+    F, residual = _real(F), _real(residual)
+    return F @ F.mT, (F @ residual[..., None])[..., 0]
 
 
-def _unexplained(residual: Tensor, changes: list[Tensor], effects: list[Tensor]) -> Tensor:
-    """residual - (S + F) g with g the regularised least squares of F g = residual, over the last dimension."""
-    if residual.numel() == 0:
-        return residual
-    fitting = max(1, residual.shape[-1] // 2)  # as many secants as entries would explain anything
-    changes, effects = changes[:fitting], effects[:fitting]
-    S, F = torch.stack(changes, -1), torch.stack(effects, -1)  # (..., d, m)
-    gram = F.mT @ F
-    ridge = torch.finfo(F.dtype).eps ** (2 / 3) * gram.diagonal(dim1=-2, dim2=-1).amax(-1) + TINY
-    gram = gram + ridge[..., None, None] * torch.eye(len(effects), dtype=F.dtype, device=F.device)
-    g = torch.linalg.solve(gram, F.mT @ residual[..., None])
-    return residual - ((S + F) @ g)[..., 0]
+def _minimiser(gram: Tensor, products: Tensor) -> Tensor:
+    """The regularised least squares g of F g = residual, (..., m)."""
+    ridge = torch.finfo(gram.dtype).eps ** (2 / 3) * gram.diagonal(dim1=-2, dim2=-1).amax(-1) + TINY
+    gram = gram + ridge[..., None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return torch.linalg.solve(gram, products)
+
+
+def _combination(columns: Tensor, g: Tensor, rows: bool) -> Tensor:
+    """sum_i g_i columns_i; columns (m, *shape), g (*shape[:-1], m) or (m)."""
+    g = g.to(columns.dtype)
+    if rows:
+        return (g[..., None, :] @ columns.movedim(0, -2))[..., 0, :]
+    return (g @ columns.reshape(len(columns), -1)).view(columns.shape[1:])
 
 
 @dataclass

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from odeformer import check_causality, to_continuous
 from solvers import AdaptiveSteps, AndersonAdams, ExponentialAdams, FastSlowSystem, FixedSteps, solve
-from solvers.multistep import _unexplained
+from solvers.multistep import _combination, _minimiser, _products
 from tests.helpers import open_model
 from tests.solvers.problems import Network, reference, states
 
@@ -69,14 +69,15 @@ def test_inside_a_model_rows_are_causal_and_the_whole_state_is_not() -> None:
     assert not report.ok
 
 
-def test_least_squares_explains_what_lies_in_its_span() -> None:
+@pytest.mark.parametrize("rows", [False, True])
+def test_least_squares_explains_what_lies_in_its_span(rows: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    effects = [torch.randn(5, 7, generator=generator, dtype=torch.float64) for _ in range(3)]
-    changes = [torch.randn(5, 7, generator=generator, dtype=torch.float64) for _ in range(3)]
-    weights = torch.randn(5, 3, 1, generator=generator, dtype=torch.float64)
-    residual = (torch.stack(effects, -1) @ weights)[..., 0]
-    expected = -(torch.stack(changes, -1) @ weights)[..., 0]
-    torch.testing.assert_close(_unexplained(residual, changes, effects), expected, rtol=1e-6, atol=1e-6)
+    columns = torch.randn(3, 5, 7, generator=generator, dtype=torch.float64)
+    weights = torch.randn(5 if rows else 1, 3, generator=generator, dtype=torch.float64)
+    residual = torch.einsum("rm, mrd -> rd", weights.expand(5, 3), columns)
+    found = _minimiser(*_products(columns, residual, rows))
+    torch.testing.assert_close(found, weights if rows else weights[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(_combination(columns, found, rows), residual, rtol=1e-6, atol=1e-6)
 
 
 def test_nothing_is_divided_by_zero() -> None:
