@@ -110,8 +110,10 @@ class FlowConfig:
     """Equal steps per layer. None: error control with rtol and atol."""
     rtol: Float = Field(default=1e-3, gt=0)
     atol: Float = Field(default=1e-5, gt=0)
-    gradient: Literal["backprop", "checkpointed"] = "checkpointed"
-    """Both are the exact gradient of the steps taken; checkpointed keeps one step's activations alive at a time."""
+    gradient: Literal["backprop", "checkpointed", "stored_adjoint", "backsolve"] = "checkpointed"
+    """backprop, checkpointed: the exact gradient of the steps taken; checkpointed keeps one step's activations alive at a time.
+    stored_adjoint: the adjoint equation along the stored states. backsolve: torchdiffeq's adjoint, for its methods; wrong where
+    the fast subsystem contracts for long."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)

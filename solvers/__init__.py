@@ -1,5 +1,7 @@
 """Integrate and differentiate fast-slow systems eps dx/dt = f(t, x, y), dy/dt = g(t, x, y)."""
 
+from solvers.adjoint import StoredAdjoint
+from solvers.backsolve import Backsolve
 from solvers.explicit import RK4, Dopri5, Euler, Heun
 from solvers.exponential import ETD2RK, ETD3RK, ExponentialEuler
 from solvers.gradients import Backprop, Checkpointed, Gradient
@@ -30,6 +32,7 @@ __all__ = [
     "AdaptiveSteps",
     "AndersonAdams",
     "Backprop",
+    "Backsolve",
     "Checkpointed",
     "Dopri5",
     "Euler",
@@ -52,6 +55,7 @@ __all__ = [
     "Status",
     "Step",
     "Steps",
+    "StoredAdjoint",
     "Strang",
     "TorchDiffEq",
     "check_scheme",

@@ -16,7 +16,7 @@ from solvers.diagnosis import Site, diagnose
 from solvers.gradients import Backprop, Gradient
 from solvers.method import Method
 from solvers.per_sample import BatchMarch, BatchTrajectory
-from solvers.solution import SampleStats, Solution, SolveError, Stats, Status
+from solvers.solution import Solution, SolveError, Status, failure_message
 from solvers.stepping import DEFAULT_MAX_STEPS, ROUND_OFFS, AdaptiveSteps, FixedSteps, March, Steps, Trajectory
 from solvers.system import FastSlowSystem, FastTimeProblem
 from solvers.torchdiffeq_adapter import TorchDiffEq
@@ -44,7 +44,7 @@ def solve(
         steps: `FixedSteps(n)` or `AdaptiveSteps(rtol, atol)`; error control needs a method with an error estimate. With
             `AdaptiveSteps(rtol, atol, per_sample=True)` the elements of dimension 0 of x0 and y0 are solved with steps of
             their own, side by side: the field must not mix them, and takes the time as a tensor (see `FastSlowSystem`).
-        gradient: `Backprop()` (the default) or `Checkpointed()`.
+        gradient: `Backprop()` (the default), `Checkpointed()`, `StoredAdjoint()`, or `Backsolve()` with `TorchDiffEq`.
         save_at: (N,) slow times in the direction of integration, within [t0, t1]; None saves t1 alone. Between steps the
             state is interpolated (cubic Hermite; torchdiffeq's adaptive solvers by their own interpolants).
         max_steps: attempted steps after which the solve fails.
@@ -152,7 +152,7 @@ def check_scheme(method: Method | TorchDiffEq, steps: Steps, gradient: Gradient 
     if not isinstance(steps, FixedSteps | AdaptiveSteps):
         raise TypeError(f"steps must be FixedSteps(n) or AdaptiveSteps(rtol, atol), got {steps!r}")
     if gradient is not None and not isinstance(gradient, Gradient):
-        raise TypeError(f"gradient must be Backprop() or Checkpointed(), got {gradient!r}")
+        raise TypeError(f"gradient must be a gradient such as Backprop() or Checkpointed(), got {gradient!r}")
     if isinstance(method, TorchDiffEq):
         method.check(steps, gradient)
     elif isinstance(steps, AdaptiveSteps) and method.error_order is None:
@@ -164,6 +164,8 @@ def check_scheme(method: Method | TorchDiffEq, steps: Steps, gradient: Gradient 
         raise ValueError(
             f"{method!r} does not take steps of single samples; for per_sample=True use Heun(), Dopri5(), ETD2RK() or ETD3RK()"
         )
+    if gradient is not None and isinstance(method, Method):
+        gradient.check(method, steps)
 
 
 def resolvable(steps: Steps, *states: Tensor) -> Steps:
@@ -196,9 +198,10 @@ def _run(
     x0: Tensor,
     y0: Tensor,
 ) -> Trajectory:
+    gradient = gradient or Backprop()
     if isinstance(method, TorchDiffEq):
-        return method.run(problem, steps, span, taus, max_steps, x0, y0)
-    return March(problem, method, steps, span, gradient or Backprop(), taus, max_steps).run(x0, y0)
+        return method.run(problem, steps, span, gradient, taus, max_steps, x0, y0)
+    return gradient.run(March(problem, method, steps, span, gradient, taus, max_steps), x0, y0)
 
 
 def _run_batch(
@@ -288,7 +291,7 @@ def _solution(
     if status is not Status.SUCCESS:
         site = _site(task, problem, trajectory, (by - before) / task.epsilon)
         (why,) = task.diagnose(site, [status])
-        message = _message(task.method, status, where, problem.stats, why, trajectory.reason)
+        message = failure_message(status, where, repr(task.method), problem.stats, trajectory.reason, why)
     x, y = trajectory.x, trajectory.y
     solution = Solution(
         ts=torch.tensor(times[: len(saved)], dtype=torch.float64, device=x.device),
@@ -329,7 +332,7 @@ def _batch_solution(task: _Task, batch: BatchTrajectory, times: tuple[float, ...
         for i in failures:
             sample = batch.samples[i]
             where = f"at slow time t = {task.slow_time(sample.tau):.6g}"
-            messages[i] = _message(task.method, sample.status, where, sample.stats, reasons[i])
+            messages[i] = failure_message(sample.status, where, repr(task.method), sample.stats, why=reasons[i])
     solution = Solution(
         ts=torch.tensor(times, dtype=torch.float64, device=batch.xs.device),
         xs=batch.xs,
@@ -362,22 +365,3 @@ NAMED_FAILURES = 10
 
 def _finite(x: Tensor, y: Tensor) -> bool:
     return bool(torch.isfinite(x).all() & torch.isfinite(y).all())
-
-
-_ADVICE = {
-    Status.NON_FINITE: "check the field there, or take smaller steps",
-    Status.STEP_UNDERFLOW: "loosen rtol and atol, or lower min_step",
-    Status.STEP_LIMIT: "raise max_steps, or loosen the tolerances",
-    Status.ROOT_NOT_FOUND: "raise max_iterations or the tolerance, or integrate x too where f has no attracting root",
-    Status.LINEAR_SOLVE: "raise max_iterations or linear_tolerance, or take smaller steps; a fast_decay preconditions the system",
-}
-
-
-def _message(
-    method: Method | TorchDiffEq, status: Status, where: str, stats: Stats | SampleStats, why: str, reason: str = ""
-) -> str:
-    return (
-        f"{status.value} {where} with {method!r} after {stats.accepted} accepted and "
-        f"{stats.rejected} rejected steps{f' ({reason})' if reason else ''}: "
-        f"{'; '.join(filter(None, [why, _ADVICE[status]]))}"
-    )

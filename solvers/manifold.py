@@ -43,6 +43,7 @@ class SlowManifold(Method):
     """
 
     reads_host = True
+    constrains = True
 
     def __init__(
         self,

@@ -69,6 +69,11 @@ class Method:
     takes_tensor_steps: ClassVar[bool] = False
     """Whether tau and h may be tensors that broadcast against x and y, as the steps of single samples are."""
 
+    constrains: ClassVar[bool] = False
+    """Whether `integrates` binds x to y."""
+    splits: ClassVar[bool] = False
+    """Whether `step` needs the system's parts."""
+
     def integrates(self, problem: FastTimeProblem) -> FastTimeProblem:
         """The problem whose rates and states the steps follow: the given one, or that with x bound to y."""
         return problem

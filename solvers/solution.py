@@ -79,3 +79,23 @@ class SolveError(RuntimeError):
     def __init__(self, solution: Solution) -> None:
         super().__init__(solution.message)
         self.solution = solution
+
+
+_ADVICE = {
+    Status.NON_FINITE: "check the field there, or take smaller steps",
+    Status.STEP_UNDERFLOW: "loosen rtol and atol, or lower min_step",
+    Status.STEP_LIMIT: "raise max_steps, or loosen the tolerances",
+    Status.ROOT_NOT_FOUND: "raise max_iterations or the tolerance, or integrate x too where f has no attracting root",
+    Status.LINEAR_SOLVE: "raise max_iterations or linear_tolerance, or take smaller steps; a fast_decay preconditions the system",
+}
+
+
+def failure_message(
+    status: Status, where: str, scheme: str, stats: Stats | SampleStats, reason: str = "", why: str = ""
+) -> str:
+    """What failed, where, why as far as it is known, and what to try."""
+    return (
+        f"{status.value} {where} with {scheme} after {stats.accepted} accepted and "
+        f"{stats.rejected} rejected steps{f' ({reason})' if reason else ''}: "
+        f"{'; '.join(filter(None, [why, _ADVICE[status]]))}"
+    )

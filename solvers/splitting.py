@@ -16,6 +16,7 @@ class LieTrotter(Method):
     """Each sub-flow by one Euler step, in order: order 1. One step of fast time 1 is the sequential block."""
 
     order = 1
+    splits = True
 
     def step(
         self, problem: FastTimeProblem, tau: float, h: float, x: Tensor, y: Tensor, rate: Pair | None = None
@@ -32,6 +33,7 @@ class Strang(Method):
     """Half a step of each sub-flow in order, then half a step of each in reverse, by the midpoint method: order 2."""
 
     order = 2
+    splits = True
 
     def step(
         self, problem: FastTimeProblem, tau: float, h: float, x: Tensor, y: Tensor, rate: Pair | None = None

@@ -8,7 +8,7 @@ reads once per attempted step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -53,6 +53,10 @@ class FixedSteps:
         """Where the steps over [0, span] end; the last one exactly there."""
         return [*(span * ((i + 1) / self.n) for i in range(self.n - 1)), span]
 
+    def intervals(self, span: float) -> list[tuple[float, float]]:
+        """(length, end) of each step over [0, span]."""
+        return [(span / self.n, end) for end in self.ends(span)]
+
 
 @dataclass(frozen=True)
 class MeshSteps(FixedSteps):
@@ -80,6 +84,10 @@ class MeshSteps(FixedSteps):
         if self.times[-1] != span:
             raise ValueError(f"the mesh ends after {self.times[-1]!r}, the solve after {span!r}")
         return list(self.times)
+
+    def intervals(self, span: float) -> list[tuple[float, float]]:
+        """(length, end) of each step."""
+        return [(end - start, end) for start, end in pairwise((0.0, *self.ends(span)))]
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,13 @@ class AdaptiveSteps:
 Steps = FixedSteps | AdaptiveSteps
 
 
+@dataclass(frozen=True)
+class Mesh:
+    """Given steps, as (length, end) in fast time."""
+
+    steps: Sequence[tuple[float, float]]
+
+
 @dataclass
 class Trajectory:
     """The end state, the states at the save times that were reached, and how the loop ended (tau: fast time)."""
@@ -146,17 +161,23 @@ class Trajectory:
         self.reason = str(error)
 
 
+Observer = Callable[[Trajectory, float, float, Step, "Pair | None"], "Pair | None"]
+"""Sees each accepted step: the trajectory at its start, h, its end, the step and the rate at the start if the loop knows it.
+May return the rate at the end."""
+
+
 @dataclass
 class March:
     """One solve's loop over the fast times [0, span], span of either sign."""
 
     problem: FastTimeProblem
     method: Method
-    steps: Steps
+    steps: Steps | Mesh
     span: float
     gradient: Gradient = field(default_factory=Backprop)
     save_taus: tuple[float, ...] = ()
     max_steps: int = DEFAULT_MAX_STEPS
+    observer: Observer | None = None
 
     def run(self, x: Tensor, y: Tensor) -> Trajectory:
         """Integrates from (x, y). A non-finite state shows in the fixed-step result itself, without a host read."""
@@ -168,29 +189,29 @@ class March:
         try:
             if self.problem.constrained:
                 trajectory.x = self.gradient.wrap(self.problem.settled, self.problem.system)(0.0, x, y)
-            if isinstance(self.steps, FixedSteps):
-                self._run_fixed(trajectory, self.steps)
-            else:
+            if isinstance(self.steps, AdaptiveSteps):
                 self._run_adaptive(trajectory, self.steps)
+            elif isinstance(self.steps, FixedSteps):
+                self._run_mesh(trajectory, self.steps.intervals(self.span))
+            else:
+                self._run_mesh(trajectory, self.steps.steps)
         except StepFailed as error:
             trajectory.fail(error)
         self.problem.counting = False
         return trajectory
 
-    def _run_fixed(self, trajectory: Trajectory, steps: FixedSteps) -> None:
+    def _run_mesh(self, trajectory: Trajectory, mesh: Sequence[tuple[float, float]]) -> None:
         step_function = self.gradient.wrap(self.method.step, self.problem.system)
-        rate: Pair | None = None
-        stats = self.problem.stats
-        for i, tau_end in enumerate(steps.ends(self.span)):
+        rate, stats = None, self.problem.stats
+        for i, (h, tau_end) in enumerate(mesh):
             if i == self.max_steps:
                 trajectory.status = Status.STEP_LIMIT
                 return
             tau = trajectory.tau
-            h = tau_end - tau if isinstance(steps, MeshSteps) else self.span / steps.n
             step = step_function(self.problem, tau, h, trajectory.x, trajectory.y, rate, *self._past(trajectory))
             stats.steps += 1
             stats.accepted += 1
-            rate = self._accept(trajectory, tau_end, step, rate)
+            rate = self.accept(trajectory, h, tau_end, step, rate)
 
     def _run_adaptive(self, trajectory: Trajectory, steps: AdaptiveSteps) -> None:
         assert self.method.error_order is not None
@@ -235,7 +256,8 @@ class March:
             ratio = error_ratio(step, trajectory.x, trajectory.y, steps)
             if ratio <= 1:
                 stats.accepted += 1
-                rate = self._accept(trajectory, self.span if last else tau + direction * taken, step, rate)
+                tau_end = self.span if last else tau + direction * taken
+                rate = self.accept(trajectory, direction * taken, tau_end, step, rate)
                 size = min(max(taken * controller.after_acceptance(ratio), steps.min_step), steps.max_step)
                 continue
             stats.rejected += 1
@@ -245,10 +267,15 @@ class March:
                 return
             size = max(taken * controller.after_rejection(ratio), steps.min_step)
 
-    def _accept(self, trajectory: Trajectory, tau_end: float, step: Step, rate: Pair | None) -> Pair | None:
+    def accept(
+        self, trajectory: Trajectory, taken: float, tau_end: float, step: Step, rate: Pair | None
+    ) -> Pair | None:
         """Moves to the step's end, saving what lies in between; returns the rate at the end where the method knows it."""
         tau, direction = trajectory.tau, math.copysign(1.0, self.span)
         start_rate, end_rate = rate, step.end_rate
+        if self.observer is not None:
+            found = self.observer(trajectory, taken, tau_end, step, rate)
+            end_rate = found if end_rate is None else end_rate
         rates = self.gradient.wrap(self.problem.rates, self.problem.system)
         while len(trajectory.saved) < len(self.save_taus):
             save_tau = self.save_taus[len(trajectory.saved)]
@@ -271,6 +298,15 @@ class March:
         trajectory.x, trajectory.y, trajectory.tau = step.x, step.y, tau_end
         trajectory.past = step.past
         return end_rate
+
+    def replay(
+        self, tau: float, h: float, tau_end: float, x: Tensor, y: Tensor, rate: Pair | None, past: Past | None
+    ) -> tuple[Trajectory, Pair | None]:
+        """An accepted step once more: the trajectory that consists of it, and the rate at its end where the loop knows it."""
+        inside = tuple(save_tau for save_tau in self.save_taus if abs(tau) < abs(save_tau) < abs(tau_end))
+        trajectory = Trajectory(x, y, tau=tau, past=past)
+        step = self.method.step(self.problem, tau, h, x, y, rate, *self._past(trajectory))
+        return trajectory, replace(self, save_taus=inside, observer=None).accept(trajectory, h, tau_end, step, rate)
 
     def _past(self, trajectory: Trajectory) -> tuple[Past | None, ...]:
         return (trajectory.past,) if self.method.multistep else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torchdiffeq._impl.fixed_grid import FixedGridODESolver
 from torchdiffeq._impl.odeint import SOLVERS
 from torchdiffeq._impl.scipy_wrapper import ScipyWrapperODESolver
 
+from solvers.backsolve import Backsolve, warn_of_growth
+from solvers.closure import Closure
 from solvers.gradients import Backprop, Gradient
 from solvers.method import Pair
 from solvers.solution import Stats, Status
@@ -24,10 +27,10 @@ _STEP_OPTIONS = ("first_step", "min_step", "max_step", "max_num_steps", "step_si
 class TorchDiffEq:
     """One of torchdiffeq's solvers, over whole spans, in fast time.
 
-    Fixed-grid solvers take `FixedSteps`, the others `AdaptiveSteps`; the gradient is `Backprop` through the solver. `options`
-    are torchdiffeq's, except those that `Steps` decides. After a failure no state is known but the first; and where
-    torchdiffeq's own rules differ from ours they hold: it accepts any finite step of min_step, it does not step back from
-    a non-finite one, and it steps past the end and interpolates.
+    Fixed-grid solvers take `FixedSteps`, the others `AdaptiveSteps`; the gradient is `Backprop` through the solver, or
+    `Backsolve`, torchdiffeq's adjoint. `options` are torchdiffeq's, except those that `Steps` decides. After a failure no state
+    is known but the first; and where torchdiffeq's own rules differ from ours they hold: it accepts any finite step of min_step,
+    it does not step back from a non-finite one, and it steps past the end and interpolates.
     Raises ValueError for a name that the installed torchdiffeq does not have, and for SciPy's solvers, which it does not
     differentiate.
     """
@@ -51,14 +54,17 @@ class TorchDiffEq:
         if isinstance(steps, FixedSteps) != self.fixed_grid:
             wanted = FixedSteps if self.fixed_grid else AdaptiveSteps
             raise ValueError(f"{self!r} takes {wanted.__name__}, got {steps!r}")
-        if gradient is not None and not isinstance(gradient, Backprop):
-            raise ValueError(f"{self!r} integrates whole spans, so its gradient is Backprop(), got {gradient!r}")
+        if gradient is not None and not isinstance(gradient, Backprop | Backsolve):
+            raise ValueError(
+                f"{self!r} integrates whole spans, so its gradient is Backprop() or Backsolve(), got {gradient!r}"
+            )
 
     def run(
         self,
         problem: FastTimeProblem,
         steps: Steps,
         span: float,
+        gradient: Gradient,
         taus: tuple[float, ...],
         max_steps: int,
         x0: Tensor,
@@ -71,8 +77,13 @@ class TorchDiffEq:
         times = torch.tensor(grid, dtype=torch.float64, device=x0.device)
         field = (_Rates if self.fixed_grid else _RatesOfAttempts)(problem, max_steps)
         options, tolerances = self._settings(steps, span, interpolates=len(grid) > 2)
+        settings: dict[str, Any] = {"method": self.name, "options": options, **tolerances}
+        backsolve = isinstance(gradient, Backsolve) and torch.is_grad_enabled()
         try:
-            xs, ys = torchdiffeq.odeint(field, (x0, y0), times, method=self.name, options=options, **tolerances)
+            if backsolve:
+                xs, ys = self._backsolved(problem, field, (x0, y0), times, settings, max_steps)
+            else:
+                xs, ys = torchdiffeq.odeint(field, (x0, y0), times, **settings)
         except _StepLimitReached:
             return Trajectory(x0, y0, [], Status.STEP_LIMIT, field.tau)
         except AssertionError as error:
@@ -83,8 +94,47 @@ class TorchDiffEq:
             return Trajectory(x0, y0, [], status, field.tau)
         finally:
             problem.counting = False
+        if backsolve:
+            warn_of_growth(problem, span, (x0, y0), (xs[-1], ys[-1]))
         index = {tau: i for i, tau in enumerate(grid)}
         return Trajectory(xs[-1], ys[-1], [(xs[index[tau]], ys[index[tau]]) for tau in taus], Status.SUCCESS, span)
+
+    def _backsolved(
+        self,
+        problem: FastTimeProblem,
+        field: _Rates,
+        start: Pair,
+        times: Tensor,
+        settings: dict[str, Any],
+        max_steps: int,
+    ) -> tuple[Tensor, Tensor]:
+        """`odeint_adjoint` with the tensors that the field reads at the start; in its backward pass they are read again."""
+        closure = Closure(problem.system, times.device)
+        with closure.watched():
+            replace(problem, counting=False).rates(0.0, *(part.detach() for part in start))
+        backward = dict(settings["options"])
+        if self.fixed_grid:
+            mesh = settings["options"]["grid_constructor"](field, start, times)
+
+            def reversed_mesh(func: Any, state: Any, t: Tensor) -> Tensor:
+                """The forward mesh within [t[1], t[0]], backwards."""
+                low, high = sorted((float(t[0]), float(t[-1])))
+                inner = [m for m in mesh.tolist() if low < m < high]
+                between = sorted(inner, reverse=bool(t[-1] < t[0]))
+                return torch.tensor([float(t[0]), *between, float(t[-1])], dtype=t.dtype, device=t.device)
+
+            backward["grid_constructor"] = reversed_mesh
+        else:
+            backward["max_num_steps"] = max_steps
+            backward.pop("first_step", None)
+        return torchdiffeq.odeint_adjoint(
+            field,
+            start,
+            times,
+            adjoint_params=tuple(closure.sources.values()),
+            adjoint_options=backward,
+            **settings,
+        )
 
     def _settings(self, steps: Steps, span: float, interpolates: bool) -> tuple[dict[str, Any], dict[str, float]]:
         """torchdiffeq's options and tolerances."""

@@ -14,12 +14,22 @@ from solvers import (
     MULTIRATE,
     AdaptiveSteps,
     Backprop,
+    Backsolve,
     Checkpointed,
     FixedSteps,
+    Gradient,
+    StoredAdjoint,
     TorchDiffEq,
     check_scheme,
     method_by_name,
 )
+
+GRADIENTS: dict[str, type[Gradient]] = {
+    "backprop": Backprop,
+    "checkpointed": Checkpointed,
+    "stored_adjoint": StoredAdjoint,
+    "backsolve": Backsolve,
+}
 
 
 def flow_from_config(flow: FlowConfig) -> dict[str, Any]:
@@ -30,7 +40,7 @@ def flow_from_config(flow: FlowConfig) -> dict[str, Any]:
     try:
         method = method_by_name(flow.method)
         steps = AdaptiveSteps(flow.rtol, flow.atol) if flow.steps is None else FixedSteps(flow.steps)
-        gradient = Checkpointed() if flow.gradient == "checkpointed" else Backprop()
+        gradient = GRADIENTS[flow.gradient]()
         check_scheme(method, steps, gradient)
     except (ValueError, TypeError) as error:
         raise ValueError(f"flow: {error}") from error
@@ -47,9 +57,8 @@ def scheme_of(model: FastSlowLM) -> dict[str, Any]:
         return {"scheme": "multirate" if block.multirate else "discrete", "flow": None}
     if not isinstance(block, FlowBlock):
         raise TypeError(f"the model's blocks must be DiscreteBlock or FlowBlock, got {type(block).__name__}")
-    settings: dict[str, Any] = {"method": _name_of(block.method), "gradient": "backprop"}
-    if isinstance(block.gradient, Checkpointed):
-        settings["gradient"] = "checkpointed"
+    gradient = next((name for name, kind in GRADIENTS.items() if type(block.gradient) is kind), "backprop")
+    settings: dict[str, Any] = {"method": _name_of(block.method), "gradient": gradient}
     if isinstance(block.steps, FixedSteps):
         settings["steps"] = block.steps.n
     else:

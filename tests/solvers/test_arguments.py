@@ -62,7 +62,11 @@ COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"method": Euler}, TypeError, "method must be a method such as Euler(), got <class"),
     ({"method": "euler"}, TypeError, "method must be a method such as Euler(), got 'euler'"),
     ({"steps": 3}, TypeError, "steps must be FixedSteps(n) or AdaptiveSteps(rtol, atol), got 3"),
-    ({"gradient": "backprop"}, TypeError, "gradient must be Backprop() or Checkpointed(), got 'backprop'"),
+    (
+        {"gradient": "backprop"},
+        TypeError,
+        "gradient must be a gradient such as Backprop() or Checkpointed(), got 'backprop'",
+    ),
     ({"steps": CONTROL, "method": RK4()}, ValueError, "RK4() has no error estimate"),
     ({"steps": CONTROL, "method": MultirateEuler(4)}, ValueError, "MultirateEuler(micro_steps=4) has no error"),
     ({"max_steps": 0}, ValueError, "max_steps must be at least 1, got 0"),

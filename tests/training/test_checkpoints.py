@@ -14,11 +14,14 @@ from solvers import (
     MRIGARK22,
     RK4,
     AdaptiveSteps,
+    Backprop,
+    Backsolve,
     Checkpointed,
     Dopri5,
     FixedSteps,
     LieTrotter,
     MultirateEuler,
+    StoredAdjoint,
     TorchDiffEq,
 )
 from tests.helpers import open_model, random_tokens
@@ -50,6 +53,8 @@ def test_a_model_survives_its_files_bit_for_bit(tmp_path: Path, settings: dict[s
         (MultirateEuler(4), FixedSteps(1), None),
         (MRIGARK22(4), FixedSteps(1), None),
         (TorchDiffEq("midpoint"), FixedSteps(2), None),
+        (Dopri5(), AdaptiveSteps(1e-4, 1e-6), StoredAdjoint()),
+        (TorchDiffEq("midpoint"), FixedSteps(2), Backsolve()),
     ],
 )
 def test_a_continuous_model_is_loaded_as_the_same_flow(tmp_path: Path, scheme: tuple[Any, Any, Any]) -> None:
@@ -58,6 +63,7 @@ def test_a_continuous_model_is_loaded_as_the_same_flow(tmp_path: Path, scheme: t
     tokens = random_tokens(20)
     loaded = load_model(tmp_path)
     assert repr(loaded.blocks[0].method) == repr(scheme[0])  # type: ignore[union-attr]
+    assert loaded.blocks[0].gradient == (scheme[2] or Backprop())  # type: ignore[union-attr]
     assert torch.equal(loaded(tokens), model(tokens))
 
 
