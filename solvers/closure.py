@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 R = TypeVar("R")
 
@@ -32,14 +33,33 @@ class Called(nn.Module):
         return self.function(*args)
 
 
-class _Arguments(TorchFunctionMode):
-    """Passes every tensor argument of every torch function through `replace`."""
+class _Watch(TorchFunctionMode):
+    """Notes in `sources` each tensor that requires grad, is an argument of a torch function, and is no result of one in here."""
 
-    def __init__(self, replace: Callable[[Tensor], Tensor]) -> None:
-        self.replace = replace
+    def __init__(self, sources: dict[int, Tensor]) -> None:
+        self.sources = sources
+        self.inside = WeakIdKeyDictionary()  # such as views, which may require grad without a graph too
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Tensor, self.replace, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor not in self.inside:
+                self.sources.setdefault(id(tensor), tensor)
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in self.sources:
+                self.inside[tensor] = True
+        return result
+
+
+class _Substitution(TorchFunctionMode):
+    """Gives torch functions the stand-ins for their arguments."""
+
+    def __init__(self, stand_ins: dict[int, Tensor]) -> None:
+        self.stand_ins = stand_ins
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Tensor, lambda t: self.stand_ins.get(id(t), t), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -66,14 +86,8 @@ class Closure:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """The field is evaluated without graph in here, so what requires grad comes from outside."""
-
-        def note(tensor: Tensor) -> Tensor:
-            if tensor.requires_grad:
-                self.sources.setdefault(id(tensor), tensor)
-            return tensor
-
-        with torch.no_grad(), torch.autocast(**self.autocast), _Arguments(note):
+        """Evaluations in here are without graph."""
+        with torch.no_grad(), torch.autocast(**self.autocast), _Watch(self.sources):
             yield
 
     def call(self, function: Callable[[], R]) -> R:
@@ -88,7 +102,7 @@ class Closure:
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """Inside `call`: evaluations in here read stand-ins."""
-        with torch.autocast(**self.autocast), _Arguments(lambda tensor: self.stand_ins.get(id(tensor), tensor)):
+        with torch.autocast(**self.autocast), _Substitution(self.stand_ins):
             yield
 
     def check(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:

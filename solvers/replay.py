@@ -110,7 +110,7 @@ def _place(mesh: Sequence[Interval], tau: float) -> int | float:
 
 def reach(states: int, repeats: int) -> int:
     """Steps that can be reversed from `states` states (the start is one), each advanced at most `repeats` times."""
-    return math.comb(states + repeats, states)
+    return math.comb(states + repeats, states) if repeats >= 0 else 0
 
 
 def next_kept(steps: int, states: int) -> int:
@@ -118,8 +118,9 @@ def next_kept(steps: int, states: int) -> int:
     if states == 1:
         return steps - 1
     repeats = next(r for r in range(1, steps + 1) if reach(states, r) >= steps)
-    least, most = steps - reach(states - 1, repeats), reach(states, repeats - 1)
-    return min(max(steps // 2, least, 1), max(most, 1), steps - 1)
+    least = max(reach(states, repeats - 2), steps - reach(states - 1, repeats), 1)
+    most = min(reach(states, repeats - 1), steps - reach(states - 1, repeats - 1))
+    return min(max(steps // 2, least), most)
 
 
 @dataclass

@@ -183,7 +183,7 @@ def test_a_tensor_that_cannot_be_followed_is_refused(gradient: Gradient) -> None
 
 
 class Linear(FastSlowSystem):
-    """eps x' = -A x + y, y' = x - y with A = 1 + a small rotation: x contracts at rate 1 in fast time, y keeps its adjoint alive."""
+    """eps x' = -A x + y, y' = x - y with A = 1 + a small rotation: x contracts at rate 1, y keeps its adjoint alive."""
 
     def __init__(self, epsilon: float) -> None:
         super().__init__()
@@ -379,7 +379,7 @@ def test_pairs_that_do_not_fit(gradient: Gradient, method: Any, steps: Steps, me
 def test_arguments_of_gradients() -> None:
     with pytest.raises(TypeError, match="steps must be None, FixedSteps"):
         StoredAdjoint(4)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="states must be an int or None, got 2.5"):
+    with pytest.raises(TypeError, match=r"states must be an int or None, got 2\.5"):
         Checkpointed(2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="states must be at least 2, got 1"):
         Checkpointed(1)
