@@ -155,14 +155,14 @@ class AdjointProblem(FastTimeProblem):
     tau_end: float = 0.0
     """tau at s = 0."""
 
-    def rates(self, tau: float, x: Tensor, y: Tensor) -> Pair:
+    def rates(self, tau: float, x: Tensor, y: Tensor) -> Pair:  # type: ignore[override]
         by_x, by_y = self.products(tau, x[0], y[0], parameters=False)[0]
         return torch.stack([by_x, x[0]]), torch.stack([by_y, y[0]])
 
-    def fast(self, tau: float, x: Tensor, y: Tensor) -> Tensor:
+    def fast(self, tau: float, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
         return self.rates(tau, x, y)[0]
 
-    def slow(self, tau: float, x: Tensor, y: Tensor) -> Tensor:
+    def slow(self, tau: float, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
         return self.rates(tau, x, y)[1]
 
     def decays(self) -> tuple[float | Tensor, float | Tensor]:

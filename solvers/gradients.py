@@ -100,7 +100,6 @@ class Checkpointed(Gradient):
     def wrap(self, step: Callable[..., R], system: nn.Module) -> Callable[..., R]:
         with_held = as_now(step, system)
 
-
         def checkpointed(*args: Any) -> R:
             return checkpoint(with_held, *args, use_reentrant=False, preserve_rng_state=False)
 

@@ -30,8 +30,8 @@ from solvers import (
     integrate,
     solve,
 )
-from solvers.rosenbrock import Rosenbrock
 from solvers.replay import next_kept
+from solvers.rosenbrock import Rosenbrock
 from solvers.system import FastTimeProblem
 from tests.solvers.problems import METHODS, Network, Recorded, states
 
