@@ -10,6 +10,7 @@ from solvers.manifold import SlowManifold
 from solvers.method import Method, Step
 from solvers.multirate import MRIGARK22, MultirateEuler
 from solvers.multistep import AndersonAdams, ExponentialAdams
+from solvers.odeint import odeint, odeint_adjoint, odeint_dense, odeint_event
 from solvers.registry import METHODS, MULTIRATE, method_by_name
 from solvers.rosenbrock import ROS2, ROS34PW2
 from solvers.solution import SampleStats, Solution, SolveError, Stats, Status
@@ -61,6 +62,10 @@ __all__ = [
     "check_scheme",
     "integrate",
     "method_by_name",
+    "odeint",
+    "odeint_adjoint",
+    "odeint_dense",
+    "odeint_event",
     "solve",
     "stability_interval",
 ]
