@@ -16,7 +16,7 @@ from solvers.rosenbrock import ROS2, ROS34PW2
 from solvers.solution import SampleStats, Solution, SolveError, Stats, Status
 from solvers.splitting import LieTrotter, Strang
 from solvers.stabilised import RKC2, stability_interval
-from solvers.stepping import AdaptiveSteps, FixedSteps, Steps
+from solvers.stepping import AdaptiveSteps, FixedSteps, MeshSteps, Steps
 from solvers.system import FastSlowSystem, FastTimeProblem, Part
 from solvers.torchdiffeq_adapter import TorchDiffEq
 
@@ -45,6 +45,7 @@ __all__ = [
     "Gradient",
     "Heun",
     "LieTrotter",
+    "MeshSteps",
     "Method",
     "MultirateEuler",
     "Part",

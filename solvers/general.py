@@ -120,11 +120,9 @@ class GeneralSolve:
         _ = this.system.fast_decay  # refuses what is none
         epsilon = torch.finfo(dtype).eps
         if not this.fixed and this.rtol < epsilon:
-            this.rtol = ROUND_OFFS * epsilon
-            if rtol != DEFAULT_RTOL:
-                message = (
-                    f"rtol={rtol:g} is below the epsilon {epsilon:.3g} of {dtype}: the solve takes {this.rtol:.3g}"
-                )
+            given, this.rtol = this.rtol, ROUND_OFFS * epsilon
+            if given != DEFAULT_RTOL:
+                message = f"rtol={given:g} is below the epsilon {epsilon:.3g} of {dtype}: the solve takes rtol={this.rtol:.3g}"
                 warnings.warn(message, UserWarning, stacklevel=3)
         callbacks = sorted(name for name in CALLBACKS if hasattr(func, name))
         if callbacks:

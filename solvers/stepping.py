@@ -62,18 +62,19 @@ class FixedSteps:
 class MeshSteps(FixedSteps):
     """Steps that end at the given times, measured from the start of the solve in its unit of time; the last is the whole span.
 
-    Raises ValueError where the times are none, not in the direction of integration, or do not end with the span.
+    Raises ValueError where the times are none, or not in one direction, or do not end with the span.
     """
 
     n: int = field(init=False, repr=False)
     times: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        if not self.times:
+            raise ValueError(f"MeshSteps needs at least one time, got {self.times!r}")
         object.__setattr__(self, "n", len(self.times))
-        super().__post_init__()
         sign = math.copysign(1.0, self.times[-1])
-        if not all(sign * later > sign * earlier for earlier, later in pairwise((0.0, *self.times))):
-            raise ValueError(f"times must move away from 0 in one direction, got {self.times!r}")
+        if not all(0 < sign * (later - earlier) < math.inf for earlier, later in pairwise((0.0, *self.times))):
+            raise ValueError(f"times must be finite and move away from 0 in one direction, got {self.times!r}")
 
     def rescaled(self, factor: float) -> MeshSteps:
         """The same mesh in a unit of time `factor` times as long."""

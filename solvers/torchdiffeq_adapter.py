@@ -139,7 +139,7 @@ class TorchDiffEq:
     def _settings(self, steps: Steps, span: float, interpolates: bool) -> tuple[dict[str, Any], dict[str, float]]:
         """torchdiffeq's options and tolerances."""
         if isinstance(steps, FixedSteps):
-            mesh = [span * (i / steps.n) for i in range(steps.n)] + [span]
+            mesh = [0.0, *steps.ends(span)]
             return {
                 "interp": "cubic" if interpolates else "linear",  # which returns the last state itself
                 "grid_constructor": lambda func, state, t: torch.tensor(mesh, dtype=t.dtype, device=t.device),

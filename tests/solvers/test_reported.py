@@ -39,17 +39,20 @@ EXACT = (Backprop(), Checkpointed())
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("method", CONTROLLED, ids=repr)
 def test_a_field_that_turns_nan_is_named_as_such(method: Method | TorchDiffEq, sign: int, onset: float) -> None:
-    """At its time, in few steps; not as a step size that underflows. ETD3RK has no stage at the end of a step, torchdiffeq does not
-    step back: these know the time to within a step."""
+    """At its time, in few steps; not as a step size that underflows. ETD3RK has no stage at the end of a step, and torchdiffeq
+    does not step back from one: they know the time to within a step."""
     x, y = states()
     field = Field(lambda t, x, y: torch.full_like(x, 1.0 if sign * t < onset else math.nan), lambda t, x, y: -y)
     solution = solve(
         field, x, y, t1=float(sign), method=method, steps=AdaptiveSteps(1e-4, 1e-4), raise_on_failure=False
     )
     assert solution.status is Status.NON_FINITE and "underflow" not in solution.message
-    sharp = isinstance(method, Method) and method != ETD3RK()
     found = re.match(r"non-finite state or field at slow time t = (\S+) with", solution.message)
-    assert found and float(found.group(1)) == pytest.approx(sign * onset, abs=1e-5 if sharp else 0.1)
+    assert found
+    if isinstance(method, TorchDiffEq):
+        assert 0 <= sign * float(found.group(1)) <= onset
+    else:
+        assert sign * float(found.group(1)) == pytest.approx(onset, abs=0.1 if method == ETD3RK() else 1e-5)
     assert solution.stats.steps < 300
 
 
