@@ -170,9 +170,11 @@ def check_scheme(method: Method | TorchDiffEq, steps: Steps, gradient: Gradient 
 
 def resolvable(steps: Steps, *states: Tensor) -> Steps:
     """`steps` with an rtol that the states' dtypes resolve. Warns, at the caller's caller, of one below their epsilon."""
+    if not isinstance(steps, AdaptiveSteps):
+        return steps
     dtype = max((state.dtype for state in states if state.numel()), key=_epsilon, default=torch.float64)
     epsilon = _epsilon(dtype)
-    if not isinstance(steps, AdaptiveSteps) or steps.rtol >= epsilon:
+    if steps.rtol >= epsilon:
         return steps
     raised = replace(steps, rtol=ROUND_OFFS * epsilon)
     warnings.warn(
