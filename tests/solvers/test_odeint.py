@@ -114,6 +114,7 @@ def linf(z: Any) -> Tensor:
     return max(part.abs().max() for part in z) if isinstance(z, tuple) else z.abs().max()
 
 
+@pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("tupled", [False, True])
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -127,12 +128,13 @@ def linf(z: Any) -> Tensor:
         ("implicit_adams", {"step_size": 0.1, "max_order": 4}),
     ],
 )
-def test_options_are_torchdiffeqs(name: str, options: dict[str, Any], tupled: bool) -> None:
+def test_options_are_torchdiffeqs(name: str, options: dict[str, Any], tupled: bool, flip: bool) -> None:
+    t = TIMES.flip(0) if flip else TIMES
     settings: dict[str, Any] = {"method": name, "rtol": 1e-5, "atol": 1e-6, "options": options}
-    assert_same(outcome(odeint, tupled, TIMES, **settings), outcome(torchdiffeq.odeint, tupled, TIMES, **settings))
+    assert_same(outcome(odeint, tupled, t, **settings), outcome(torchdiffeq.odeint, tupled, t, **settings))
     adjoint = {**settings, "adjoint_options": {k: v for k, v in options.items() if k != "norm"}, "adjoint_rtol": 1e-6}
     if name != "midpoint":
-        found, expected = (outcome(f, tupled, TIMES, **adjoint) for f in (odeint_adjoint, torchdiffeq.odeint_adjoint))
+        found, expected = (outcome(f, tupled, t, **adjoint) for f in (odeint_adjoint, torchdiffeq.odeint_adjoint))
         assert_same(found, expected)
 
 
@@ -508,6 +510,23 @@ def test_adjoint_params_alone_get_gradients() -> None:
         assert unused.grad is None or not unused.grad.any()
     with torch.no_grad():
         assert not odeint_adjoint(field, z0, TIMES, method="etd2rk", rtol=1e-3, adjoint_params=(func.b,)).requires_grad
+
+
+def test_adjoint_params_may_come_from_a_network() -> None:
+    """Their gradient flows on to what they were computed from, as through any function of them."""
+
+    def gradients(interface: Callable[..., Any], restricted: bool) -> tuple[Tensor, ...]:
+        source, z0 = torch.full((3,), 0.5, dtype=double, requires_grad=True), z0_of().requires_grad_()
+        a = torch.exp(source)
+        settings = {"adjoint_params": (a,)} if restricted else {}
+        found = interface(lambda t, z: torch.sin(a * z), z0, TIMES, method="etd3rk", rtol=1e-3, **settings)
+        found.square().sum().backward(retain_graph=True)
+        found.sum().backward()
+        assert source.grad is not None and z0.grad is not None
+        return source.grad, z0.grad
+
+    found, expected = gradients(odeint_adjoint, True), gradients(odeint, False)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("interface", [odeint, odeint_adjoint])
