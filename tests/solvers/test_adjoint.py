@@ -253,13 +253,13 @@ def test_a_stiff_attention_field_at_the_default_steps(method: Method, epsilon: f
 
     def found(gradient: Gradient, rtol: float) -> Tensor:
         steps = AdaptiveSteps(rtol, rtol / 100)
-        settings: dict[str, Any] = {"t1": 0.5, "method": method, "steps": steps, "gradient": gradient}
+        settings: dict[str, Any] = {"t1": 0.2, "method": method, "steps": steps, "gradient": gradient}
         solution = solve(FastSlowField(layer, u), u, pool(u, 4), **settings)
         loss = solution.xs.square().sum() + solution.ys.sin().sum()
         by_all = torch.autograd.grad(loss, [u, *layer.parameters()], materialize_grads=True)
         return torch.cat([g.flatten() for g in by_all])
 
-    exact = found(Checkpointed(), 1e-7)
+    exact = found(Checkpointed(), 1e-6)
     assert float((found(StoredAdjoint(), 1e-5) - exact).norm() / exact.norm()) < 1e-4
 
 

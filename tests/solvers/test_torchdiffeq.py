@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     for name, steps, message in cases:
         with pytest.raises(ValueError, match=message):
             solve(Field(f), x, y, t1=1.0, method=TorchDiffEq(name), steps=steps)
-    with pytest.raises(ValueError, match=r"gradient is Backprop\(\), got Checkpointed\(\)"):
+    with pytest.raises(ValueError, match=r"gradient is Backprop\(\) or Backsolve\(\), got Checkpointed\(\)"):
         solve(Field(f), x, y, t1=1.0, method=TorchDiffEq("dopri5"), steps=TIGHT, gradient=Checkpointed())
     with pytest.raises(ValueError, match=r"one dtype, got torch\.float32 and torch\.float64"):
         solve(Field(f), x.float(), y, t1=1.0, method=TorchDiffEq("dopri5"), steps=TIGHT)
