@@ -472,7 +472,8 @@ def test_gradients_of_fixed_steps(method: Method) -> None:
 
     inputs = (z0_of().requires_grad_(), torch.tensor(0.7, dtype=double, requires_grad=True))
     assert gradcheck(run, inputs, fast_mode=True)
-    assert gradgradcheck(run, inputs, fast_mode=True, atol=1e-6)
+    if not method.reads_host:  # those that solve equations by iteration have first derivatives alone
+        assert gradgradcheck(run, inputs, fast_mode=True, atol=1e-6)
 
 
 @pytest.mark.parametrize("tupled", [False, True])
