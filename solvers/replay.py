@@ -143,7 +143,8 @@ class _Backward:
         sums: dict[int, Tensor] = {}
         for index in reversed(range(len(self.mesh))):
             carry = self._carry(kept, index)
-            leaves, spec = tree_flatten(Carry(x, y, carry.rate, carry.past) if index == 0 else carry)
+            # The first rate, where the loop knew it, is a function of the start.
+            leaves, spec = tree_flatten(Carry(x, y, None, None) if index == 0 else carry)
             copies: dict[int, Tensor] = {}
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and id(leaf) not in copies:
