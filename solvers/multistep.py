@@ -150,12 +150,9 @@ class AndersonAdams(ExponentialAdams):
             effect = scaled(part.weight, torch.stack([n[i] for _, n in secants]))
             change = effect - torch.stack([state[i] for state, _ in secants])
             effects.append(effect)
-            spaces.append(_products(change, residual[i], self.rows))
-        if self.rows:
-            shares = [_minimiser(*space) for space in spaces]
-        else:
-            squares = [_mean_square(part.predicted) for part in parts]  # so that x and y weigh alike
-            shares = [_minimiser(*(p / squares[0] + q / squares[1] for p, q in zip(*spaces, strict=True)))] * 2
+            gram = _gram(torch.cat([change, residual[i][None]]), self.rows)
+            spaces.append(gram if self.rows else gram / _mean_square(part.predicted))  # x and y weigh alike
+        shares = [_minimiser(gram) for gram in spaces] if self.rows else [_minimiser(spaces[0] + spaces[1])] * 2
         x, y = (r - _combination(effect, g, self.rows) for r, effect, g in zip(residual, effects, shares, strict=True))
         return x, y
 
@@ -179,15 +176,15 @@ def _mean_square(state: Tensor) -> Tensor:
     return entries.square().sum() / max(1, len(entries)) + TINY
 
 
-def _products(F: Tensor, residual: Tensor, rows: bool) -> tuple[Tensor, Tensor]:
-    """F^T F and F^T residual, over the last dimension of each row or over all entries; F (m, *shape), residual (*shape)."""
-    F, residual = (F.movedim(0, -2), residual) if rows else (F.reshape(len(F), -1), residual.reshape(-1))
-    F, residual = _real(F), _real(residual)
-    return F @ F.mT, (F @ residual[..., None])[..., 0]
+def _gram(F: Tensor, rows: bool) -> Tensor:
+    """F F^T, over the last dimension of each row or over all entries; F (m, *shape)."""
+    F = _real(F.movedim(0, -2) if rows else F.reshape(len(F), -1))
+    return F @ F.mT
 
 
-def _minimiser(gram: Tensor, products: Tensor) -> Tensor:
-    """The regularised least squares g of F g = residual, (..., m)."""
+def _minimiser(gram: Tensor) -> Tensor:
+    """The regularised least squares g of F g = r, (..., m), from the inner products of the columns of F and, as the last, r."""
+    gram, products = gram[..., :-1, :-1], gram[..., :-1, -1]
     ridge = torch.finfo(gram.dtype).eps ** (2 / 3) * gram.diagonal(dim1=-2, dim2=-1).amax(-1) + TINY
     gram = gram + ridge[..., None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     return torch.linalg.solve(gram, products)
@@ -225,13 +222,16 @@ class Extrapolation:
             predicted = added(predicted, factor, term)
         widths = list(accumulate([h, *lengths]))
 
-        def correction(new: Tensor) -> Tensor:
-            difference = (new - n) / h
-            for width, slope in zip(widths[1:], slopes, strict=True):
-                difference = (difference - slope) / width
-            return scaled(newest, difference)
+        ahead, length = n, 1.0  # n at the end of the step, by the polynomial
+        for width, slope in zip(widths, slopes, strict=False):
+            length *= width
+            ahead = ahead.add(slope, alpha=length)
+        weight = newest / (length * widths[len(slopes)])
 
-        return Extrapolation(predicted, decay, newest / math.prod(widths), correction)
+        def correction(new: Tensor) -> Tensor:
+            return scaled(weight, new - ahead)
+
+        return Extrapolation(predicted, decay, weight, correction)
 
 
 def _moments(h: float, decay: Factor, intervals: list[float]) -> list[Factor]:
