@@ -25,8 +25,9 @@ lint: $(DEV) ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(RUN) ## time a training step against a plain GPT, measured in the same run
+bench: $(RUN) ## time a training step against a plain GPT, and the stiff solvers against torchdiffeq's (20 minutes)
 	$(BIN)/python -m experiments.training_benchmark
+	$(BIN)/python -m experiments.solver_benchmark
 
 clean: ## remove .venv and caches; runs/ is kept
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
