@@ -79,7 +79,10 @@ def test_the_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     solver_benchmark.main(["--quick", "--output", str(tmp_path)])
     results = json.loads((tmp_path / "solver_benchmark.json").read_text())
     assert {m["solver"] for m in results["measurements"]} == {"ETD2RK", "torchdiffeq dopri5"}
-    assert all(error < 1e-3 for errors in results["gradient_error_at_1e-5"].values() for error in errors.values())
+    errors = results["gradient_error"]
+    assert all(e < 1e-3 for name, row in errors.items() if "odeint" not in name for e in row.values())
+    adjoint = errors["odeint_adjoint 1e-06"]["1/64"]
+    assert adjoint is None or adjoint > 0.05
     stiff = [m for m in results["measurements"] if m["epsilon"] == 1 / 64 and m["tolerance"] == 1e-2]
     assert all(m["state_error"] < 0.05 for m in stiff)
     assert stiff[0]["evaluations"] < stiff[1]["evaluations"]
