@@ -9,7 +9,7 @@ differences (Hairer, Norsett & Wanner, Solving ODEs I, section III.5).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -24,7 +24,7 @@ from solvers.system import FastTimeProblem
 class ExponentialAdams(Method):
     """Predictor of order `order` - 1, corrector of order `order` (3 or 4), their difference as error estimate; two evaluations.
 
-    The first `order` - 2 steps are ETD3RK's. Raises ValueError for another order.
+    The first step is ETD3RK's, the second of order 3. Raises ValueError for another order.
     """
 
     multistep = True
@@ -53,7 +53,7 @@ class ExponentialAdams(Method):
         decays, past = problem.decays(), past or Past()
         n = (added(rates[0], decays[0], x), added(rates[1], decays[1], y))
         values = ((h, n), *past.values)[: self.order - 2]
-        if len(past.values) < self.order - 2:
+        if not past.values:
             start = ETD3RK().step(problem, tau, h, x, y, rates)
             return Step(start.x, start.y, start.error, past=Past(values))
         parts = [
@@ -111,6 +111,8 @@ class AndersonAdams(ExponentialAdams):
         past: Past,
     ) -> Step:
         secants, last = past.secants, past.last
+        # Of the joint least squares, in which x and y weigh alike.
+        scales = (1.0, 1.0) if self.rows else tuple(1 / _mean_square(part.predicted) for part in parts)
         state = (parts[0].predicted, parts[1].predicted)
         error: Pair | None = None
         for _ in range(2):
@@ -122,7 +124,7 @@ class AndersonAdams(ExponentialAdams):
             corrected = [part.predicted + part.correction(new) for part, new in zip(parts, n, strict=True)]
             residual = (corrected[0] - state[0], corrected[1] - state[1])
             error = residual if error is None else error  # secants may explain away what they don't know
-            step = self._accelerated(residual, parts, secants)
+            step = self._accelerated(residual, parts, secants, scales)
             state = (state[0] + step[0], state[1] + step[1])
         # n at the end is what makes it a fixed point of the corrector: an evaluation saved.
         n_end = [
@@ -134,7 +136,9 @@ class AndersonAdams(ExponentialAdams):
         )
         return Step(*state, error, end_rate, Past(values, secants, last))
 
-    def _accelerated(self, residual: Pair, parts: list[Extrapolation], secants: Secants) -> Pair:
+    def _accelerated(
+        self, residual: Pair, parts: list[Extrapolation], secants: Secants, scales: Sequence[Factor]
+    ) -> Pair:
         """residual minus the part of it that the secants explain: residual - (S + F) argmin_g |residual - F g|.
 
         S and N are the changes of the state and of n; F = w N - S, with w the corrector's weight of n, is what S does to the
@@ -145,14 +149,18 @@ class AndersonAdams(ExponentialAdams):
         secants = secants[: max(1, entries // 2)]  # as many as there are entries would explain anything
         if not secants:
             return residual
-        effects, spaces = [], []
-        for i, part in enumerate(parts):
-            effect = scaled(part.weight, torch.stack([n[i] for _, n in secants]))
-            change = effect - torch.stack([state[i] for state, _ in secants])
+        effects, systems = [], []
+        for i, (part, r, scale) in enumerate(zip(parts, residual, scales, strict=True)):
+            changes = torch.stack([change[i] for change, _ in secants] + [n[i] for _, n in secants])
+            effect = scaled(part.weight, changes[len(secants) :])
             effects.append(effect)
-            gram = _gram(torch.cat([change, residual[i][None]]), self.rows)
-            spaces.append(gram if self.rows else gram / _mean_square(part.predicted))  # x and y weigh alike
-        shares = [_minimiser(gram) for gram in spaces] if self.rows else [_minimiser(spaces[0] + spaces[1])] * 2
+            gram, products = _normal_equations(effect - changes[: len(secants)], r, self.rows)
+            systems.append((gram, products) if self.rows else (gram * scale, products * scale))
+        if self.rows:
+            shares = [_minimiser(*system) for system in systems]
+        else:
+            (gram, products), (more, others) = systems
+            shares = [_minimiser(gram + more, products + others)] * 2
         x, y = (r - _combination(effect, g, self.rows) for r, effect, g in zip(residual, effects, shares, strict=True))
         return x, y
 
@@ -168,7 +176,7 @@ def _difference(a: Pair, b: Pair) -> Pair:
 def _real(value: Tensor) -> Tensor:
     """In real numbers, of float32 at least, complex ones as pairs along the last dimension."""
     value = torch.view_as_real(value).flatten(-2) if value.is_complex() else value
-    return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value if value.dtype in (torch.float32, torch.float64) else value.float()
 
 
 def _mean_square(state: Tensor) -> Tensor:
@@ -176,18 +184,20 @@ def _mean_square(state: Tensor) -> Tensor:
     return entries.square().sum() / max(1, len(entries)) + TINY
 
 
-def _gram(F: Tensor, rows: bool) -> Tensor:
-    """F F^T, over the last dimension of each row or over all entries; F (m, *shape)."""
-    F = _real(F.movedim(0, -2) if rows else F.reshape(len(F), -1))
-    return F @ F.mT
+def _normal_equations(F: Tensor, r: Tensor, rows: bool) -> tuple[Tensor, Tensor]:
+    """F F^T and F r, over the last dimension of each row or over all entries; F (m, *shape), r (*shape)."""
+    if rows:
+        F, r = _real(F.movedim(0, -2)), _real(r)[..., None]
+    else:
+        F, r = _real(F.reshape(len(F), -1)), _real(r.reshape(-1))[:, None]
+    return F @ F.mT, (F @ r)[..., 0]
 
 
-def _minimiser(gram: Tensor) -> Tensor:
-    """The regularised least squares g of F g = r, (..., m), from the inner products of the columns of F and, as the last, r."""
-    gram, products = gram[..., :-1, :-1], gram[..., :-1, -1]
-    ridge = torch.finfo(gram.dtype).eps ** (2 / 3) * gram.diagonal(dim1=-2, dim2=-1).amax(-1) + TINY
-    gram = gram + ridge[..., None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return torch.linalg.solve(gram, products)
+def _minimiser(gram: Tensor, products: Tensor) -> Tensor:
+    """The regularised least squares g of F g = r, (..., m), from F F^T (..., m, m) and F r. Reads nothing on the host."""
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    ridge = torch.finfo(gram.dtype).eps ** (2 / 3) * diagonal.amax(-1, keepdim=True) + TINY
+    return torch.linalg.solve_ex(gram + torch.diag_embed(ridge.expand_as(diagonal)), products).result
 
 
 def _combination(columns: Tensor, g: Tensor, rows: bool) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 SERIES_BELOW = 1.0
 """|z| below which the series is taken: there the recurrence would lose more digits than the series' last term."""
 TERMS = 20
+INVERSE_FACTORIALS = [1 / math.factorial(j) for j in range(TERMS + 20)]
 
 
 def phi(k: int, z: float | Tensor) -> float | Tensor:
@@ -28,13 +29,13 @@ def phi(k: int, z: float | Tensor) -> float | Tensor:
 
 
 def _series(k: int, z):  # type: ignore[no-untyped-def]
-    total = z * 0.0 + 1 / math.factorial(TERMS + k)
-    for j in reversed(range(TERMS)):
-        total = total * z + 1 / math.factorial(j + k)
+    total = z * 0.0 + INVERSE_FACTORIALS[k + TERMS]
+    for j in reversed(range(k, k + TERMS)):
+        total = total * z + INVERSE_FACTORIALS[j]
     return total
 
 
 def _recurrence(k: int, z, value):  # type: ignore[no-untyped-def]
     for j in range(k):
-        value = (value - 1 / math.factorial(j)) / z
+        value = (value - INVERSE_FACTORIALS[j]) / z
     return value

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from odeformer import check_causality, to_continuous
 from solvers import AdaptiveSteps, AndersonAdams, ExponentialAdams, FastSlowSystem, FixedSteps, solve
-from solvers.multistep import _combination, _gram, _minimiser
+from solvers.multistep import _combination, _minimiser, _normal_equations
 from tests.helpers import open_model
 from tests.solvers.problems import Network, reference, states
 
@@ -75,7 +75,7 @@ def test_least_squares_explains_what_lies_in_its_span(rows: bool) -> None:
     columns = torch.randn(3, 5, 7, generator=generator, dtype=torch.float64)
     weights = torch.randn(5 if rows else 1, 3, generator=generator, dtype=torch.float64)
     residual = torch.einsum("rm, mrd -> rd", weights.expand(5, 3), columns)
-    found = _minimiser(_gram(torch.cat([columns, residual[None]]), rows))
+    found = _minimiser(*_normal_equations(columns, residual, rows))
     torch.testing.assert_close(found, weights if rows else weights[0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(_combination(columns, found, rows), residual, rtol=1e-6, atol=1e-6)
 
